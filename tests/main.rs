@@ -1,1 +1,2 @@
-fn main() {}
+//! One test binary: one module a subject, each behaviour a test. A new test goes to the module that
+//! is named for what it exercises; its name says the behaviour.
