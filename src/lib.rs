@@ -15,7 +15,10 @@
 //! ```
 
 mod error;
+pub mod kernels;
+mod runtime;
 mod shape;
 
 pub use error::{Error, ParseError, Result};
+pub use runtime::{Binding, Dispatch, Limits, Profile, Runtime, Tier, Usage};
 pub use shape::{AttentionShape, BLOCK, DType, Element, Layout, same_dtype};
