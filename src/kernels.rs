@@ -1,23 +1,288 @@
-//! The kernel table. (The types that a launch names; the table itself replaces this file.)
+//! The kernels: which file and entry point computes what, with which tile, bound how.
+//!
+//! A [`KernelSpec`] names one compiled variant; [`KernelSpec::text`] is its source, complete and ready
+//! for any WGSL or MSL compiler. Other engines may take the text and run it themselves: the bindings
+//! are those of [`KernelSpec::bindings`], the parameter block is [`Params`].
+//!
+//! The texts live in `wgsl/` and `msl/`, each file a valid program as it stands; this module only
+//! fills their constants and slots (see [`Fill`]).
 
-use crate::shape::DType;
+mod files;
+mod fill;
+mod params;
+mod table;
 
-/// Which kernel.
+use xxhash_rust::xxh3::xxh3_128;
+
+use crate::{DType, Error, Result};
+
+pub use files::{MSL_FILES, WGSL_FILES};
+pub use fill::Fill;
+pub use params::{NONE, Params};
+pub use table::{TILES, Tile, TileRow};
+
+/// A shading language, or a dialect of one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Language {
+    /// WGSL as naga takes it: native wgpu.
+    Wgsl,
+    /// WGSL as browsers take it: subgroup operations need `enable subgroups;`.
+    WgslWeb,
+    /// The Metal Shading Language.
+    Msl,
+}
+
+/// What is computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kernel {
-    /// softmax(score_mod(Q K^T)) V over the lists of blocks.
+    /// out, lse and max of all query rows; needs nothing beyond core WebGPU.
     Forward,
 }
 
-/// One row of the table with the expressions that fill its slots.
-#[derive(Clone, Debug)]
+impl Kernel {
+    /// All of them.
+    pub const ALL: &[Kernel] = &[Kernel::Forward];
+
+    /// Its file, without the ending that the language adds.
+    pub const fn file(self) -> &'static str {
+        match self {
+            Kernel::Forward => "forward",
+        }
+    }
+
+    /// Its entry point.
+    pub const fn entry(self) -> &'static str {
+        match self {
+            Kernel::Forward => "forward",
+        }
+    }
+}
+
+/// How a kernel reads and writes f16.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum F16 {
+    /// As 32-bit words of two, unpacked when used. Works everywhere, and is what bf16 always does.
+    #[default]
+    Packed,
+    /// As the language's own type: WGSL's needs the device feature `shader-f16`. Only aligned tensors;
+    /// others are read as words.
+    Native,
+}
+
+/// What a binding is, for the pipeline's layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BindingKind {
+    /// `var<storage, read>`
+    Read,
+    /// `var<storage, read_write>`
+    ReadWrite,
+    /// `var<uniform>`
+    Uniform,
+}
+
+/// One compiled variant of a kernel.
+#[derive(Clone, Debug, PartialEq)]
 pub struct KernelSpec {
-    /// Which kernel.
+    /// What is computed.
     pub kernel: Kernel,
-    /// Element type of q, k, v, out.
+    /// Element type of q, k, v and out.
     pub dtype: DType,
-    /// E.
+    /// How f16 is accessed; without meaning for other types.
+    pub f16: F16,
+    /// Columns of q and k.
     pub head_dim: u32,
-    /// Ev.
+    /// Columns of v and out.
     pub v_dim: u32,
+    /// The tile, from [`Tile::choose`].
+    pub tile: Tile,
+    /// Every offset and every stride of q, k, v and out is a multiple of 4 elements, and so are
+    /// head_dim and v_dim.
+    pub aligned: bool,
+    /// q, k or v lies in the buffer that out lies in, so all of them are bound `read_write`.
+    pub pooled: bool,
+    /// vec4 of `info` that follow the parameters: two per captured tensor, one per four scalars.
+    pub info: u32,
+    /// Texts of the mods by slot: `captures`, `row`, `score_mod`, `mask_mod`, `score_grad`. What is
+    /// absent stays the identity, or all-true.
+    pub slots: Vec<(&'static str, String)>,
+}
+
+impl KernelSpec {
+    /// The kernel without mods, for aligned tensors, f16 as words, with the best tile that fits
+    /// `workgroup_memory` bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Limit`] when no tile fits.
+    pub fn new(
+        kernel: Kernel,
+        dtype: DType,
+        head_dim: u32,
+        v_dim: u32,
+        workgroup_memory: u32,
+    ) -> Result<Self> {
+        Ok(Self {
+            kernel,
+            dtype,
+            f16: F16::Packed,
+            head_dim,
+            v_dim,
+            tile: Tile::choose(kernel, dtype, head_dim, v_dim, workgroup_memory)?,
+            aligned: head_dim % 4 == 0 && v_dim % 4 == 0,
+            pooled: false,
+            info: 0,
+            slots: Vec::new(),
+        })
+    }
+
+    /// Spells the variant: what pipelines are labelled with.
+    pub fn label(&self) -> String {
+        let access = match (self.dtype, self.f16, self.aligned) {
+            (DType::F16, F16::Native, true) => "-native",
+            (_, _, true) => "",
+            (_, _, false) => "-unaligned",
+        };
+        let pooled = if self.pooled { "-pooled" } else { "" };
+        let dims = if self.head_dim == self.v_dim {
+            format!("d{}", self.head_dim)
+        } else {
+            format!("d{}x{}", self.head_dim, self.v_dim)
+        };
+        format!("{}-{}{access}{pooled}-{dims}-{}", self.kernel.entry(), self.dtype.name(), self.tile)
+    }
+
+    /// Identifies the variant, the same in every process and release: equal keys, equal text.
+    pub fn key(&self) -> u128 {
+        let mut content = format!("{}\0{}", self.label(), self.info);
+        for (slot, text) in &self.slots {
+            content += &format!("\0{slot}\0{text}");
+        }
+        xxh3_128(content.as_bytes())
+    }
+
+    /// The entry point's name.
+    pub fn entry(&self) -> &'static str {
+        self.kernel.entry()
+    }
+
+    /// Invocations of one workgroup.
+    pub fn workgroup(&self) -> [u32; 3] {
+        [self.tile.threads, 1, 1]
+    }
+
+    /// Query rows of one workgroup.
+    pub fn tile_q(&self) -> u32 {
+        self.tile.tile_q()
+    }
+
+    /// Bytes of workgroup memory.
+    pub fn workgroup_memory(&self) -> u32 {
+        self.tile.workgroup_memory(self.kernel, self.dtype)
+    }
+
+    /// What bindings 0 to 8 are. All nine are in the layout of every kernel, in every language.
+    pub fn bindings(&self) -> [BindingKind; 9] {
+        use BindingKind::{Read, ReadWrite, Uniform};
+        let input = if self.pooled { ReadWrite } else { Read };
+        match self.kernel {
+            Kernel::Forward => [input, input, input, ReadWrite, ReadWrite, Read, Read, Read, Uniform],
+        }
+    }
+
+    /// The source text.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`] for a kernel that the language has no file for, [`Error::Compile`] when
+    /// a file and this table disagree.
+    pub fn text(&self, language: Language) -> Result<String> {
+        let (files, ending): (&[(&str, &str)], _) = match language {
+            Language::Wgsl | Language::WgslWeb => (WGSL_FILES, "wgsl"),
+            Language::Msl => (MSL_FILES, "metal"),
+        };
+        let file = format!("{}.{ending}", self.kernel.file());
+        if !files.iter().any(|(name, _)| *name == file) {
+            return Err(Error::unsupported(format!(
+                "there is no {file}; the {} kernel runs from its WGSL text",
+                self.entry()
+            )));
+        }
+        let mut fill = Fill::join(&file, files)?;
+        if let Language::Wgsl | Language::WgslWeb = language {
+            let (load, half) = self.load_files();
+            fill.slot_file("load", load, files)?;
+            if let Some(half) = half {
+                fill.slot_file("half", half, files)?;
+            }
+            if self.pooled {
+                for binding in ["q", "k", "v"] {
+                    fill.writable(binding)?;
+                }
+            }
+        }
+        for (name, value) in self.constants() {
+            fill.constant(name, &value.to_string())?;
+        }
+        for (slot, text) in &self.slots {
+            fill.slot(slot, text)?;
+        }
+        Ok(fill.finish())
+    }
+
+    /// The WGSL files for the slots `load` and, in it, `half`.
+    fn load_files(&self) -> (&'static str, Option<&'static str>) {
+        match (self.dtype, self.aligned, self.f16) {
+            (DType::F32, true, _) => ("load_f32.wgsl", None),
+            (DType::F32, false, _) => ("load_f32_unaligned.wgsl", None),
+            (DType::F16, true, F16::Native) => ("load_f16.wgsl", None),
+            (DType::F16, true, F16::Packed) => ("load_words.wgsl", Some("half_f16.wgsl")),
+            (DType::F16, false, _) => ("load_words_unaligned.wgsl", Some("half_f16.wgsl")),
+            (DType::BF16, true, _) => ("load_words.wgsl", Some("half_bf16.wgsl")),
+            (DType::BF16, false, _) => ("load_words_unaligned.wgsl", Some("half_bf16.wgsl")),
+        }
+    }
+
+    fn constants(&self) -> Vec<(&'static str, u32)> {
+        match self.kernel {
+            Kernel::Forward => vec![
+                // WGSL has no arrays of length 0.
+                ("INFO", self.info.max(1)),
+                ("HEAD_DIM", self.head_dim),
+                ("V_DIM", self.v_dim),
+                ("ROWS", self.tile.rows),
+                ("CHUNK", self.tile.chunk),
+            ],
+        }
+    }
+}
+
+/// Every variant that tests, examples and other compilers should see: each kernel, element type,
+/// access and table row, without mods.
+pub fn all_specs() -> Vec<KernelSpec> {
+    let mut specs = Vec::new();
+    for row in TILES {
+        for &dtype in DType::ALL.iter().filter(|dtype| dtype.size() as u32 == row.element) {
+            for dim in [row.up_to, row.up_to - 3] {
+                for (f16, pooled) in [(F16::Packed, false), (F16::Native, false), (F16::Packed, true)] {
+                    let aligned = dim % 4 == 0;
+                    if f16 == F16::Native && (dtype != DType::F16 || !aligned) {
+                        continue;
+                    }
+                    specs.push(KernelSpec {
+                        kernel: row.kernel,
+                        dtype,
+                        f16,
+                        head_dim: dim,
+                        v_dim: dim,
+                        tile: row.tile,
+                        aligned,
+                        pooled,
+                        info: 0,
+                        slots: Vec::new(),
+                    });
+                }
+            }
+        }
+    }
+    specs
 }

@@ -1,0 +1,19 @@
+//! The kernel files, embedded.
+
+/// Name and text of every file in `wgsl/`.
+pub const WGSL_FILES: &[(&str, &str)] = &[
+    ("common.wgsl", include_str!("../../wgsl/common.wgsl")),
+    ("forward.wgsl", include_str!("../../wgsl/forward.wgsl")),
+    ("half_bf16.wgsl", include_str!("../../wgsl/half_bf16.wgsl")),
+    ("half_f16.wgsl", include_str!("../../wgsl/half_f16.wgsl")),
+    ("load_f16.wgsl", include_str!("../../wgsl/load_f16.wgsl")),
+    ("load_f32.wgsl", include_str!("../../wgsl/load_f32.wgsl")),
+    ("load_f32_unaligned.wgsl", include_str!("../../wgsl/load_f32_unaligned.wgsl")),
+    ("load_words.wgsl", include_str!("../../wgsl/load_words.wgsl")),
+    ("load_words_unaligned.wgsl", include_str!("../../wgsl/load_words_unaligned.wgsl")),
+    ("mods.wgsl", include_str!("../../wgsl/mods.wgsl")),
+    ("walk.wgsl", include_str!("../../wgsl/walk.wgsl")),
+];
+
+/// Name and text of every file in `msl/`.
+pub const MSL_FILES: &[(&str, &str)] = &[];

@@ -1,0 +1,185 @@
+//! Kernel files and the table that fills them.
+
+use std::collections::BTreeSet;
+
+use flexattn::DType;
+use flexattn::kernels::{
+    Fill, Kernel, KernelSpec, Language, MSL_FILES, Params, TILES, Tile, WGSL_FILES, all_specs,
+};
+use naga::AddressSpace;
+use naga::valid::{Capabilities, ValidationFlags, Validator};
+
+/// Parses and validates, and gives the module.
+fn valid_wgsl(name: &str, text: &str) -> naga::Module {
+    let module =
+        naga::front::wgsl::parse_str(text).unwrap_or_else(|e| panic!("{name}: {}", e.emit_to_string(text)));
+    let checked = Validator::new(ValidationFlags::all(), Capabilities::all()).validate(&module);
+    if let Err(error) = checked {
+        panic!("{name}: {}", error.emit_to_string(text));
+    }
+    module
+}
+
+/// Kernel files have an entry point; the others are included by them.
+fn is_kernel(text: &str) -> bool {
+    text.contains("@compute")
+}
+
+#[test]
+fn every_kernel_file_is_a_valid_program_unfilled() {
+    let mut kernels = 0;
+    for (name, text) in WGSL_FILES {
+        if is_kernel(text) {
+            valid_wgsl(name, &Fill::join(name, WGSL_FILES).unwrap().finish());
+            kernels += 1;
+        }
+    }
+    assert!(kernels > 0);
+}
+
+#[test]
+fn every_variant_is_valid_wgsl_with_its_entry_point_and_workgroup() {
+    for spec in all_specs() {
+        let text = spec.text(Language::Wgsl).unwrap();
+        let module = valid_wgsl(&spec.label(), &text);
+        let entry = module.entry_points.iter().find(|entry| entry.name == spec.entry());
+        let entry = entry.unwrap_or_else(|| panic!("{} has no entry {}", spec.label(), spec.entry()));
+        assert_eq!(entry.workgroup_size, spec.workgroup(), "{}", spec.label());
+    }
+}
+
+#[test]
+fn every_row_of_the_table_declares_the_workgroup_memory_it_states() {
+    for spec in all_specs() {
+        let module = valid_wgsl(&spec.label(), &spec.text(Language::Wgsl).unwrap());
+        let mut layouter = naga::proc::Layouter::default();
+        layouter.update(module.to_ctx()).unwrap();
+        let declared: u32 = module
+            .global_variables
+            .iter()
+            .filter(|(_, variable)| variable.space == AddressSpace::WorkGroup)
+            .map(|(_, variable)| layouter[variable.ty].size)
+            .sum();
+        assert_eq!(declared, spec.workgroup_memory(), "{}", spec.label());
+        assert!(declared <= 32 << 10, "{}: {declared}", spec.label());
+    }
+}
+
+#[test]
+fn every_head_dim_has_a_tile_within_16_kib() {
+    for &kernel in Kernel::ALL {
+        for dtype in DType::ALL {
+            for dim in [1, 3, 16, 64, 72, 80, 96, 128, 192, 256, 512, 576] {
+                let spec = KernelSpec::new(kernel, dtype, dim, dim, 16 << 10).unwrap();
+                assert!(spec.workgroup_memory() <= 16 << 10, "{}", spec.label());
+            }
+        }
+    }
+}
+
+#[test]
+fn a_kernel_that_needs_more_workgroup_memory_says_how_much() {
+    let error = Tile::choose(Kernel::Forward, DType::F32, 64, 64, 8 << 10).unwrap_err();
+    assert!(error.is_limit());
+    assert!(error.to_string().contains("maxComputeWorkgroupStorageSize"), "{error}");
+}
+
+#[test]
+fn files_and_table_agree() {
+    let on_disk: BTreeSet<String> = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/wgsl"))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    let embedded: BTreeSet<String> = WGSL_FILES.iter().map(|(name, _)| (*name).to_owned()).collect();
+    assert_eq!(on_disk, embedded);
+    let with_entries: BTreeSet<String> =
+        WGSL_FILES.iter().filter(|(_, text)| is_kernel(text)).map(|(name, _)| (*name).to_owned()).collect();
+    let of_kernels: BTreeSet<String> =
+        Kernel::ALL.iter().map(|kernel| format!("{}.wgsl", kernel.file())).collect();
+    assert_eq!(with_entries, of_kernels);
+    for &kernel in Kernel::ALL {
+        assert!(TILES.iter().any(|row| row.kernel == kernel), "{kernel:?} has no tile");
+    }
+}
+
+#[test]
+fn common_files_contain_the_parameter_block_as_declared() {
+    let (_, common) = WGSL_FILES.iter().find(|(name, _)| *name == "common.wgsl").unwrap();
+    let declared = Params::declaration(Language::Wgsl);
+    assert!(common.contains(&declared), "common.wgsl should contain\n{declared}");
+    if let Some((_, common)) = MSL_FILES.iter().find(|(name, _)| *name == "common.metal") {
+        let declared = Params::declaration(Language::Msl);
+        assert!(common.contains(&declared), "common.metal should contain\n{declared}");
+    }
+}
+
+#[test]
+fn parameters_have_the_same_offsets_in_rust_and_on_the_gpu() {
+    let module = valid_wgsl("forward.wgsl", &Fill::join("forward.wgsl", WGSL_FILES).unwrap().finish());
+    let (_, params) = module.types.iter().find(|(_, ty)| ty.name.as_deref() == Some("Params")).unwrap();
+    let naga::TypeInner::Struct { members, .. } = &params.inner else { panic!("Params is a struct") };
+    let offset = |name: &str| members.iter().find(|m| m.name.as_deref() == Some(name)).unwrap().offset;
+    assert_eq!(offset("scale") as usize, std::mem::offset_of!(Params, scale));
+    assert_eq!(offset("q") as usize, std::mem::offset_of!(Params, q));
+    assert_eq!(offset("dv") as usize, std::mem::offset_of!(Params, dv));
+    assert_eq!(offset("info") as usize, size_of::<Params>());
+}
+
+#[test]
+fn keys_differ_between_variants() {
+    let keys: BTreeSet<u128> = all_specs().iter().map(KernelSpec::key).collect();
+    assert_eq!(keys.len(), all_specs().len());
+    let mut spec = KernelSpec::new(Kernel::Forward, DType::F32, 64, 64, 16 << 10).unwrap();
+    let plain = spec.key();
+    spec.slots.push(("score_mod", "fn score_mod() {}".into()));
+    assert_ne!(spec.key(), plain);
+}
+
+const TOY: &[(&str, &str)] = &[
+    (
+        "toy.wgsl",
+        "//#include part.wgsl\n//#include part.wgsl\nconst ROWS: u32 = 4u;   // rows\n//@slot a\nold\n//@slot b\ninner\n//@end\n//@end\nvar<storage, read> k: array<u32>;",
+    ),
+    ("part.wgsl", "enable f16;\nconst PART: bool = false;"),
+    ("open.wgsl", "//@slot a\n"),
+];
+
+#[test]
+fn filler_joins_once_rewrites_and_fills() {
+    let mut fill = Fill::join("toy.wgsl", TOY).unwrap();
+    fill.constant("ROWS", "8").unwrap();
+    fill.constant("PART", "true").unwrap();
+    fill.slot("a", "new").unwrap();
+    fill.writable("k").unwrap();
+    assert_eq!(
+        fill.finish(),
+        "enable f16;\nconst PART: bool = true;\nconst ROWS: u32 = 8u;   // rows\n//@slot a\nnew\n//@end\nvar<storage, read_write> k: array<u32>;\n"
+    );
+}
+
+#[test]
+fn filler_rewrites_metal_macros() {
+    let files =
+        [("toy.metal", "#include \"part.metal\"\n#define ROWS 4 // rows\n"), ("part.metal", "int part;")];
+    let mut fill = Fill::join("toy.metal", &files).unwrap();
+    fill.constant("ROWS", "8").unwrap();
+    assert_eq!(fill.finish(), "int part;\n#define ROWS 8 // rows\n");
+}
+
+#[test]
+fn filler_refuses_what_does_not_match_exactly_once() {
+    let twice =
+        [("toy.wgsl", "const A: u32 = 1u;\nconst A: u32 = 2u;\n//@slot s\n//@end\n//@slot s\n//@end")];
+    let refused = |message: flexattn::Error, text: &str| {
+        assert!(message.is_compile());
+        assert!(message.to_string().contains(text), "{message}");
+    };
+    refused(Fill::join("absent.wgsl", TOY).unwrap_err(), "no file absent.wgsl");
+    let mut fill = Fill::join("toy.wgsl", &twice).unwrap();
+    refused(fill.constant("A", "3").unwrap_err(), "constant A is there 2 times");
+    refused(fill.constant("B", "3").unwrap_err(), "constant B is there 0 times");
+    refused(fill.slot("s", "").unwrap_err(), "slot s is there 2 times");
+    refused(fill.slot("t", "").unwrap_err(), "slot t is there 0 times");
+    refused(fill.writable("k").unwrap_err(), "read-only buffer k is there 0 times");
+    refused(Fill::join("open.wgsl", TOY).unwrap().slot("a", "").unwrap_err(), "slot a has no //@end");
+}

@@ -1,0 +1,17 @@
+// Elements of q, k, v and out: f16, every offset and stride a multiple of four elements, on devices
+// with shader-f16.
+
+enable f16;
+
+alias Word = vec4<f16>;     // an element of the bindings
+alias OutWord = vec4<f16>;
+alias Quad = vec4<f16>;     // four elements as workgroup memory holds them
+
+fn widen(quad: Quad) -> vec4<f32> { return vec4<f32>(quad); }
+
+// Four elements from element offset `at`, of a row in which `left` elements remain.
+fn load_q(at: u32, left: u32) -> Quad { return q[at / 4u]; }
+fn load_k(at: u32, left: u32) -> Quad { return k[at / 4u]; }
+fn load_v(at: u32, left: u32) -> Quad { return v[at / 4u]; }
+
+fn store_out(at: u32, left: u32, value: vec4<f32>) { out[at / 4u] = vec4<f16>(value); }

@@ -1,0 +1,65 @@
+// Walking the block list of one query row block: full runs first, then partial blocks.
+//
+// A list's header (in `tables`, 4 words) gives the word ranges of its runs, pairs [first, end) of
+// blocks in which every pair is kept, and of its partial blocks, pairs (block, tile map).
+// A block is 128 x 128 pairs. A tile map says for each of its 4 x 4 tiles of 32 x 32 whether it is
+// empty, partial or full: two bits each, at 2 * (4 * q tile + kv tile).
+// Everything here is a function of workgroup ids and read-only tables, so it is uniform.
+
+const BLOCK: u32 = 128u;
+const TILE: u32 = 32u;
+const EMPTY: u32 = 0u;
+const PARTIAL: u32 = 1u;
+const FULL: u32 = 2u;
+const ALL_FULL: u32 = 0xaaaaaaaau;
+
+struct Walk {
+  run: u32,            // next run, a word offset in tables
+  run_end: u32,
+  partial: u32,        // next partial block
+  partial_end: u32,
+  q_tile: u32,         // row of the tile map, 0..4
+  kinds: u32,          // kinds of the coming tiles, two bits each
+  next: u32,           // first column of the coming tile
+  end: u32,            // end of the columns of the run or block being walked
+  kv_len: u32,
+  kv: u32,             // the current tile: its first column
+  kind: u32,           // and PARTIAL or FULL
+}
+
+// The list of query rows [row, row + 32) of batch entry b and query head h.
+fn walk_row(b: u32, h: u32, row: u32, kv_len: u32) -> Walk {
+  let list = ((b % p.mask_batch) * p.mask_heads + h % p.mask_heads) * p.q_blocks + row / BLOCK;
+  let header = p.lists + 4u * list;
+  return Walk(tables[header], tables[header + 1u], tables[header + 2u], tables[header + 3u],
+              (row % BLOCK) / TILE, 0u, 0u, 0u, kv_len, 0u, EMPTY);
+}
+
+// Moves to the next tile that is not empty; false at the end of the list.
+fn next_tile(walk: ptr<function, Walk>) -> bool {
+  loop {
+    if ((*walk).next >= (*walk).end) {
+      if ((*walk).run < (*walk).run_end) {
+        (*walk).next = tables[(*walk).run] * BLOCK;
+        (*walk).end = min(tables[(*walk).run + 1u] * BLOCK, (*walk).kv_len);
+        (*walk).kinds = ALL_FULL;
+        (*walk).run += 2u;
+      } else if ((*walk).partial < (*walk).partial_end) {
+        (*walk).next = tables[(*walk).partial] * BLOCK;
+        (*walk).end = min((*walk).next + BLOCK, (*walk).kv_len);
+        (*walk).kinds = tables[(*walk).partial + 1u] >> (8u * (*walk).q_tile);
+        (*walk).partial += 2u;
+      } else {
+        return false;
+      }
+      continue;
+    }
+    // Rotating leaves ALL_FULL as it is, however long the run.
+    (*walk).kv = (*walk).next;
+    (*walk).kind = (*walk).kinds & 3u;
+    (*walk).next += TILE;
+    (*walk).kinds = ((*walk).kinds >> 2u) | ((*walk).kinds << 30u);
+    if ((*walk).kind != EMPTY) { return true; }
+  }
+  return false;
+}
