@@ -15,10 +15,12 @@
 //! ```
 
 mod error;
+pub mod expr;
 pub mod kernels;
 mod runtime;
 mod shape;
 
 pub use error::{Error, ParseError, Result};
+pub use expr::{Capture, MaskMod, Scalar, ScoreMod};
 pub use runtime::{Binding, Dispatch, Limits, Profile, Runtime, Tier, Usage};
 pub use shape::{AttentionShape, BLOCK, DType, Element, Layout, same_dtype};
