@@ -14,13 +14,22 @@
 //! runtime  <- gpu (wgpu)  <- cpu  <- the page's GPUDevice, the MSL emulator
 //! ```
 
+pub mod cpu;
 mod error;
 pub mod expr;
+#[cfg(feature = "wgpu")]
+pub mod gpu;
 pub mod kernels;
 mod runtime;
 mod shape;
 
 pub use error::{Error, ParseError, Result};
 pub use expr::{Capture, MaskMod, Scalar, ScoreMod};
+#[cfg(feature = "wgpu")]
+pub use gpu::Gpu;
 pub use runtime::{Binding, Dispatch, Limits, Profile, Runtime, Tier, Usage};
 pub use shape::{AttentionShape, BLOCK, DType, Element, Layout, same_dtype};
+
+/// The wgpu that this crate is built on, of which [`Gpu::from_wgpu`] takes a device.
+#[cfg(feature = "wgpu")]
+pub use wgpu;

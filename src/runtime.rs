@@ -241,7 +241,6 @@ pub trait Runtime: Clone {
 /// Runs a future to its end on this thread. For programs that are not async; not for pages, which
 /// must never block.
 #[cfg(not(target_arch = "wasm32"))]
-#[expect(dead_code, reason = "tensor.rs reads with it")]
 pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
     struct Unpark(std::thread::Thread);
     impl std::task::Wake for Unpark {
