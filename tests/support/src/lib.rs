@@ -1,0 +1,14 @@
+//! What flexattn's tests and examples share: golden data, error budgets, problem generators.
+//!
+//! - [`golden`] reads the golden files in `tests/goldens` (and any other file of that form),
+//! - [`budget`] says how far an output may be from its golden value,
+//! - [`problem`] makes up inputs that f32, f16 and bf16 all hold exactly.
+//!
+//! Nothing here knows a kernel or a GPU: a case is tensors, two mods and a list of expected outputs.
+
+pub mod budget;
+pub mod golden;
+pub mod problem;
+
+pub use budget::{Budget, Comparison};
+pub use golden::{Array, Golden, GoldenError};
