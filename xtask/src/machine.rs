@@ -1,0 +1,216 @@
+//! What the suites need from the machine, how to see whether it is there, and how to bring it.
+
+use crate::drivers::{Driver, retry};
+use crate::process::{Program, on_path};
+use std::path::Path;
+
+/// Something that a suite needs and a fresh machine may lack.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Need {
+    /// A GPU that wgpu can open; on a machine without one, lavapipe.
+    Vulkan,
+    /// clang 19 with C++: the Metal emulator compiles kernels with it.
+    Clang,
+    /// The standard library of wasm32-unknown-unknown and a linker for it.
+    WasmStd,
+    /// The standard library of aarch64-apple-darwin.
+    DarwinStd,
+    Node,
+    Chromium,
+    /// Mesa 26, unpacked: cooperative matrices.
+    Mesa26,
+    /// Mesa 25, unpacked: the driver that Dawn accepts.
+    Mesa25,
+    /// Dawn for node, by the lockfile of `tests/tint`.
+    Dawn,
+    /// The npm packages of `web`, by its lockfile.
+    WebPackages,
+    Typos,
+}
+
+use Need::*;
+
+impl Need {
+    pub(crate) fn is_met(self) -> bool {
+        match self {
+            Vulkan => cfg!(target_os = "macos") || has_vulkan_driver(),
+            Clang => on_path("clang++-19").is_some(),
+            WasmStd => {
+                rustup_has("wasm32-unknown-unknown") || (debian_std() && on_path("wasm-ld-19").is_some())
+            }
+            DarwinStd => cfg!(target_os = "macos") || rustup_has("aarch64-apple-darwin") || debian_std(),
+            Node => on_path("node").is_some() && on_path("npm").is_some(),
+            Chromium => on_path("chromium").is_some(),
+            Mesa26 => Driver::Mesa26.is_here(),
+            Mesa25 => Driver::Mesa25.is_here(),
+            Dawn => Path::new("tests/tint/node_modules/webgpu/package.json").is_file(),
+            WebPackages => Path::new("web/node_modules/.package-lock.json").is_file(),
+            Typos => typos().is_some(),
+        }
+    }
+
+    /// Whether the machine can have it at all: software drivers are for Linux.
+    pub(crate) fn applies(self) -> bool {
+        !matches!(self, Mesa25 | Mesa26) || cfg!(target_os = "linux")
+    }
+
+    /// What a person is told to bring.
+    pub(crate) fn what(self) -> &'static str {
+        match self {
+            Vulkan => "a Vulkan driver (apt: mesa-vulkan-drivers libvulkan1)",
+            Clang => "clang 19 (apt: clang-19 g++)",
+            WasmStd => {
+                "wasm32-unknown-unknown (rustup target add, or apt: rustc-web cargo-web rust-web-src lld-19)"
+            }
+            DarwinStd => "aarch64-apple-darwin (rustup target add, or apt: rustc-web cargo-web rust-web-src)",
+            Node => "node and npm (apt: nodejs npm)",
+            Chromium => "Chromium (apt: chromium)",
+            Mesa26 => "Mesa 26's lavapipe, unpacked under target/drivers (cargo xtask test --install)",
+            Mesa25 => "Mesa 25's lavapipe, unpacked under target/drivers (cargo xtask test --install)",
+            Dawn => "the npm packages of tests/tint (npm ci)",
+            WebPackages => "the npm packages of web (npm ci)",
+            Typos => "typos (pip: typos)",
+        }
+    }
+
+    fn apt_packages(self) -> &'static [&'static str] {
+        match self {
+            Vulkan => &["mesa-vulkan-drivers", "libvulkan1"],
+            Clang => &["clang-19", "g++"],
+            WasmStd => &["rustc-web", "cargo-web", "rust-web-src", "lld-19"],
+            DarwinStd => &["rustc-web", "cargo-web", "rust-web-src"],
+            Node => &["nodejs", "npm"],
+            Chromium => &["chromium", "fonts-dejavu-core"],
+            Mesa26 | Mesa25 | Dawn | WebPackages | Typos => &[],
+        }
+    }
+}
+
+/// Brings what is missing of `needs`. Whatever cannot be brought stays missing, is named here, and its suites
+/// count as not run.
+pub(crate) fn install(needs: &[Need]) {
+    let missing = || needs.iter().copied().filter(|need| need.applies() && !need.is_met());
+    let packages: Vec<&str> = missing().flat_map(Need::apt_packages).copied().collect();
+    if !packages.is_empty()
+        && let Err(why) = install_packages(&packages)
+    {
+        println!("apt: {why}");
+    }
+    for need in missing() {
+        let brought = match need {
+            Mesa26 => Driver::Mesa26.unpack(),
+            Mesa25 => Driver::Mesa25.unpack(),
+            Dawn => install_npm("tests/tint"),
+            WebPackages => install_npm("web"),
+            Typos => install_typos(),
+            Vulkan | Clang | WasmStd | DarwinStd | Node | Chromium => Err("still missing".to_owned()),
+        };
+        if let Err(why) = brought {
+            println!("cannot install {}: {why}", need.what());
+        }
+    }
+}
+
+fn install_packages(packages: &[&str]) -> Result<(), String> {
+    if on_path("apt-get").is_none() {
+        return Err(format!("this machine has no apt-get; bring {} another way", packages.join(", ")));
+    }
+    let apt = |words: &str| {
+        let words = format!("env DEBIAN_FRONTEND=noninteractive apt-get -o Acquire::Retries=5 {words}");
+        match is_root() {
+            true => Program::words(&words),
+            false => Program::words("sudo --non-interactive").args(words.split_whitespace()),
+        }
+    };
+    retry(|| apt("update").run().ok).map_err(|why| format!("apt-get update {why}"))?;
+    // One by one after a failed joint install: a package that this distribution lacks must not keep the others away.
+    let install = |list: &[&str]| {
+        let list = list.join(" ");
+        retry(|| apt(&format!("install --yes --no-install-recommends {list}")).run().ok)
+    };
+    if install(packages).is_ok() {
+        return Ok(());
+    }
+    let failed: Vec<&str> = packages.iter().filter(|package| install(&[package]).is_err()).copied().collect();
+    match failed.is_empty() {
+        true => Ok(()),
+        false => Err(format!("cannot install {}", failed.join(", "))),
+    }
+}
+
+/// Exactly what the lockfile names; no script of a package runs.
+fn install_npm(folder: &str) -> Result<(), String> {
+    if on_path("npm").is_none() {
+        return Err("npm is missing".to_owned());
+    }
+    if !Path::new(folder).join("package-lock.json").is_file() {
+        return Err(format!("{folder} has no package-lock.json"));
+    }
+    retry(|| Program::words("npm ci --ignore-scripts --no-audit --no-fund").folder(folder).run().ok)
+}
+
+fn install_typos() -> Result<(), String> {
+    let folder = crate::target_folder().join("tools/typos");
+    let pip = || {
+        let words = "python3 -m pip install --quiet --disable-pip-version-check --upgrade --target";
+        Program::words(words).arg(&folder).arg(format!("typos=={TYPOS}")).run().ok
+    };
+    retry(pip)
+}
+
+/// New releases know new misspellings: pinned, so that a quiet tree stays quiet.
+const TYPOS: &str = "1.52.0";
+
+/// The spelling checker: the machine's own, or the one that `--install` brought.
+pub(crate) fn typos() -> Option<std::path::PathBuf> {
+    let own = crate::target_folder().join("tools/typos/bin/typos");
+    own.is_file().then_some(own).or_else(|| on_path("typos"))
+}
+
+fn has_vulkan_driver() -> bool {
+    if let Some(list) = std::env::var_os("VK_DRIVER_FILES").or_else(|| std::env::var_os("VK_ICD_FILENAMES")) {
+        return std::env::split_paths(&list).any(|file| file.is_file());
+    }
+    let folders = ["/usr/share/vulkan/icd.d", "/usr/local/share/vulkan/icd.d", "/etc/vulkan/icd.d"];
+    folders.iter().any(|folder| std::fs::read_dir(folder).is_ok_and(|mut files| files.next().is_some()))
+}
+
+/// Whether rustup's toolchain, the one that built this program, has the standard library of `target`.
+pub(crate) fn rustup_has(target: &str) -> bool {
+    let ended = Program::words("rustc --print sysroot").run_quietly();
+    ended.ok
+        && ended
+            .lines
+            .first()
+            .is_some_and(|root| Path::new(root).join("lib/rustlib").join(target).join("lib").is_dir())
+}
+
+/// Debian's Rust for the web: it carries the standard library's source, and so builds it for any target.
+pub(crate) fn debian_std() -> bool {
+    let source = |entry: std::fs::DirEntry| entry.path().join("library/std/Cargo.toml").is_file();
+    Path::new("/usr/bin/rustc").is_file()
+        && Path::new("/usr/bin/cargo").is_file()
+        && std::fs::read_dir("/usr/src")
+            .is_ok_and(|mut folders| folders.any(|folder| folder.is_ok_and(source)))
+}
+
+/// Cargo for a target that this machine does not run, in a target folder of its own: `cargo_for("wasm32-unknown-unknown",
+/// "check")` and so on. The toolchain of rustup where it has the target, else Debian's.
+pub(crate) fn cargo_for(target: &str, command: &str) -> Program {
+    let folder = crate::target_folder().join("cross");
+    let program = if rustup_has(target) {
+        Program::words("cargo").arg(command)
+    } else {
+        Program::words("/usr/bin/cargo")
+            .arg(command)
+            .args(["-Z", "build-std=std,panic_abort"])
+            .env("RUSTC", "/usr/bin/rustc")
+            .env("RUSTC_BOOTSTRAP", "1")
+            .env("CARGO_TARGET_WASM32_UNKNOWN_UNKNOWN_LINKER", "wasm-ld-19")
+    };
+    program.args(["--release", "--target", target, "--target-dir"]).arg(folder)
+}
+
+fn is_root() -> bool {
+    Program::words("id -u").run_quietly().lines.first().is_some_and(|line| line == "0")
+}

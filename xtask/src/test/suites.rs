@@ -1,0 +1,178 @@
+//! The suites, in the order in which they run: cheap ones first, so that a slip is seen early.
+
+use crate::drivers::Driver;
+use crate::machine::{self, Need, cargo_for};
+use crate::process::{Ended, Program};
+use crate::report::{Counts, Outcome};
+
+/// One suite.
+pub(super) struct Suite {
+    pub(super) name: &'static str,
+    pub(super) what: &'static str,
+    pub(super) needs: &'static [Need],
+    /// Takes whether everything is wanted (`--full`).
+    pub(super) run: fn(bool) -> Outcome,
+}
+
+use Need::*;
+
+pub(super) const SUITES: &[Suite] = &[
+    Suite {
+        name: "fmt",
+        what: "formatting",
+        needs: &[],
+        run: |_| all([Program::words("cargo fmt --all --check")]),
+    },
+    Suite { name: "typos", what: "spelling", needs: &[Typos], run: |_| typos() },
+    Suite {
+        name: "clippy",
+        what: "lints, warnings denied, every target of every package",
+        needs: &[],
+        run: |_| clippy(),
+    },
+    Suite { name: "docs", what: "public documentation: every item, every link", needs: &[], run: |_| docs() },
+    Suite { name: "test", what: "unit and integration tests", needs: &[Vulkan, Clang], run: tests },
+    Suite { name: "doctest", what: "examples in the documentation", needs: &[], run: |_| doctests() },
+    Suite {
+        name: "quickstart",
+        what: "the first example, with a GPU and without",
+        needs: &[Vulkan],
+        run: |_| quickstart(),
+    },
+    Suite {
+        name: "conformance",
+        what: "every golden case on every tier of this machine",
+        needs: &[Vulkan, Clang],
+        run: conformance,
+    },
+    Suite {
+        name: "coopmatrix",
+        what: "golden cases on cooperative matrices (Mesa 26)",
+        needs: &[Mesa26],
+        run: |_| coopmatrix(),
+    },
+    Suite {
+        name: "tint",
+        what: "every WGSL kernel through the browsers' compiler",
+        needs: &[Node, Dawn],
+        run: |_| tint(),
+    },
+    Suite { name: "darwin", what: "types of the Metal host code", needs: &[DarwinStd], run: |_| darwin() },
+    Suite {
+        name: "wasm",
+        what: "types of the crate on wasm32, with its wgpu runtime",
+        needs: &[WasmStd],
+        run: |_| wasm(),
+    },
+    Suite {
+        name: "web",
+        what: "the npm package in node and in a page",
+        needs: &[WasmStd, Node, Chromium, WebPackages, Mesa25],
+        run: web,
+    },
+];
+
+/// Runs all of them; the first that fails is named.
+fn all(programs: impl IntoIterator<Item = Program>) -> Outcome {
+    let mut counts = Counts::default();
+    let mut failure = None;
+    for program in programs {
+        let name = program.to_string();
+        let Ended { ok, counts: more, .. } = program.run();
+        counts += more;
+        if !ok && failure.is_none() {
+            failure = Some(name);
+        }
+    }
+    match failure {
+        None => Outcome::Passed(counts),
+        Some(name) => Outcome::Failed(counts, name),
+    }
+}
+
+fn typos() -> Outcome {
+    match machine::typos() {
+        Some(program) => all([Program::new(program).args(["--config", "typos.toml"])]),
+        None => Outcome::Skipped(Typos.what().to_owned()),
+    }
+}
+
+fn clippy() -> Outcome {
+    let clippy = |words: &str| {
+        Program::words("cargo clippy --release").args(words.split(' ')).args(["--", "-D", "warnings"])
+    };
+    all([clippy("--workspace --all-targets"), clippy("--package flexattn --lib --no-default-features")])
+}
+
+fn docs() -> Outcome {
+    all([Program::words("cargo doc --release --workspace --no-deps").env("RUSTDOCFLAGS", "-D warnings")])
+}
+
+fn tests(full: bool) -> Outcome {
+    let tests = Program::words("cargo test --release --workspace --all-targets --no-fail-fast");
+    all([everything(tests, full)])
+}
+
+fn doctests() -> Outcome {
+    all([Program::words("cargo test --release --workspace --doc --no-fail-fast")])
+}
+
+fn example(name: &str) -> Program {
+    Program::words("cargo run --release --quiet --example").args([name, "--"])
+}
+
+fn quickstart() -> Outcome {
+    let no_driver = "/nonexistent/no_driver.json";
+    let without_gpu =
+        example("quickstart").env("VK_DRIVER_FILES", no_driver).env("VK_ICD_FILENAMES", no_driver);
+    all([example("quickstart"), without_gpu])
+}
+
+fn conformance(full: bool) -> Outcome {
+    all([everything(example("conformance").arg("tests/goldens"), full)])
+}
+
+/// The same program, started on the unpacked driver.
+fn coopmatrix() -> Outcome {
+    let build = Program::words("cargo build --release --quiet --example conformance").run();
+    if !build.ok {
+        return Outcome::Failed(Counts::default(), "the example does not build".to_owned());
+    }
+    let program = crate::target_folder().join("release/examples/conformance");
+    all([Program::new(Driver::Mesa26.runner()).arg(program).args(["tests/goldens", "--tier", "coop-matrix"])])
+}
+
+fn tint() -> Outcome {
+    let folder = crate::target_folder().join("tint");
+    let emitted = example("emit").args(["--all", "--language", "wgsl-web", "--out"]).arg(&folder).run();
+    if !emitted.ok {
+        return Outcome::Failed(Counts::default(), "emit".to_owned());
+    }
+    let accept = || Program::words("node tests/tint/accept.mjs").arg(&folder);
+    if !Driver::Mesa25.is_here() {
+        return all([accept()]);
+    }
+    all([
+        accept(),
+        Program::new(Driver::Mesa25.runner())
+            .args(["node", "tests/tint/accept.mjs", "--pipelines"])
+            .arg(&folder),
+    ])
+}
+
+fn darwin() -> Outcome {
+    all([cargo_for("aarch64-apple-darwin", "check").args(["--package", "flexattn", "--lib"])])
+}
+
+fn wasm() -> Outcome {
+    all([cargo_for("wasm32-unknown-unknown", "check").args(["--package", "flexattn", "--lib"])])
+}
+
+fn web(full: bool) -> Outcome {
+    all([Program::words("cargo xtask web"), everything(Program::words("npm test").folder("web"), full)])
+}
+
+/// Suites that can do more read this variable.
+fn everything(program: Program, full: bool) -> Program {
+    if full { program.env("FLEXATTN_FULL", "1").env("PROPTEST_CASES", "4096") } else { program }
+}
