@@ -37,16 +37,38 @@ pub enum Language {
 pub enum Kernel {
     /// out, lse and max of all query rows; needs nothing beyond core WebGPU.
     Forward,
+    /// delta = rowsum(out * dout) less the gradient of lse, for the other gradient kernels.
+    Delta,
+    /// The gradient of q.
+    Dq,
+    /// The gradients of k and v.
+    Dkv,
+    /// What score_mod reads of captured tensors per query row or per pair: sums over columns.
+    CapturedRows,
+    /// What it reads per column: sums over query rows.
+    CapturedColumns,
+    /// The sums of both, added to the gradients of the captured tensors.
+    CapturedScatter,
 }
 
 impl Kernel {
     /// All of them.
-    pub const ALL: &[Kernel] = &[Kernel::Forward];
+    pub const ALL: &[Kernel] = &[
+        Kernel::Forward,
+        Kernel::Delta,
+        Kernel::Dq,
+        Kernel::Dkv,
+        Kernel::CapturedRows,
+        Kernel::CapturedColumns,
+        Kernel::CapturedScatter,
+    ];
 
     /// Its file, without the ending that the language adds.
     pub const fn file(self) -> &'static str {
         match self {
             Kernel::Forward => "forward",
+            Kernel::Delta | Kernel::Dq | Kernel::Dkv => "backward",
+            Kernel::CapturedRows | Kernel::CapturedColumns | Kernel::CapturedScatter => "captured",
         }
     }
 
@@ -54,6 +76,25 @@ impl Kernel {
     pub const fn entry(self) -> &'static str {
         match self {
             Kernel::Forward => "forward",
+            Kernel::Delta => "delta",
+            Kernel::Dq => "dq",
+            Kernel::Dkv => "dkv",
+            Kernel::CapturedRows => "rows",
+            Kernel::CapturedColumns => "columns",
+            Kernel::CapturedScatter => "scatter",
+        }
+    }
+
+    /// Whether it computes gradients, from q, k, v and dout.
+    pub const fn is_backward(self) -> bool {
+        match self {
+            Kernel::Forward => false,
+            Kernel::Delta
+            | Kernel::Dq
+            | Kernel::Dkv
+            | Kernel::CapturedRows
+            | Kernel::CapturedColumns
+            | Kernel::CapturedScatter => true,
         }
     }
 }
@@ -186,6 +227,14 @@ impl KernelSpec {
         let input = if self.pooled { ReadWrite } else { Read };
         match self.kernel {
             Kernel::Forward => [input, input, input, ReadWrite, ReadWrite, Read, Read, Read, Uniform],
+            Kernel::Delta
+            | Kernel::Dq
+            | Kernel::Dkv
+            | Kernel::CapturedRows
+            | Kernel::CapturedColumns
+            | Kernel::CapturedScatter => {
+                [input, input, input, input, ReadWrite, Read, Read, ReadWrite, Uniform]
+            }
         }
     }
 
@@ -211,11 +260,15 @@ impl KernelSpec {
         if let Language::Wgsl | Language::WgslWeb = language {
             let (load, half) = self.load_files();
             fill.slot_file("load", load, files)?;
+            if self.kernel.is_backward() {
+                fill.slot_file("load_dout", self.load_dout_file(), files)?;
+            }
             if let Some(half) = half {
                 fill.slot_file("half", half, files)?;
             }
             if self.pooled {
-                for binding in ["q", "k", "v"] {
+                let dout = self.kernel.is_backward().then_some("dout");
+                for binding in ["q", "k", "v"].into_iter().chain(dout) {
                     fill.writable(binding)?;
                 }
             }
@@ -242,6 +295,15 @@ impl KernelSpec {
         }
     }
 
+    /// The WGSL file for the slot `load_dout` of the gradient kernels.
+    fn load_dout_file(&self) -> &'static str {
+        match (self.dtype, self.aligned) {
+            (_, true) => "load_dout.wgsl",
+            (DType::F32, false) => "load_dout_f32_unaligned.wgsl",
+            (DType::F16 | DType::BF16, false) => "load_dout_words_unaligned.wgsl",
+        }
+    }
+
     fn constants(&self) -> Vec<(&'static str, u32)> {
         match self.kernel {
             Kernel::Forward => vec![
@@ -251,6 +313,18 @@ impl KernelSpec {
                 ("V_DIM", self.v_dim),
                 ("ROWS", self.tile.rows),
                 ("CHUNK", self.tile.chunk),
+            ],
+            Kernel::Delta
+            | Kernel::Dq
+            | Kernel::Dkv
+            | Kernel::CapturedRows
+            | Kernel::CapturedColumns
+            | Kernel::CapturedScatter => vec![
+                ("INFO", self.info.max(1)),
+                ("HEAD_DIM", self.head_dim),
+                ("V_DIM", self.v_dim),
+                ("CHUNK", self.tile.chunk),
+                ("STAGES", self.tile.stages),
             ],
         }
     }

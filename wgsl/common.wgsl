@@ -45,7 +45,6 @@ struct Params {
 
 @group(0) @binding(5) var<storage, read> tables: array<u32>;    // block lists, q_offset, kv_len, sinks
 @group(0) @binding(6) var<storage, read> captures: array<u32>;  // captured tensors, one after the other
-@group(0) @binding(7) var<storage, read> large: array<u32>;     // one large captured tensor, in place
 @group(0) @binding(8) var<uniform> p: Params;
 
 // The position of query row 0, which mods see as q.

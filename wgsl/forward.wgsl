@@ -30,6 +30,7 @@ const P_STRIDE: u32 = 9u;
 @group(0) @binding(2) var<storage, read> v: array<Word>;              // [Bkv, Hkv, S, Dv]
 @group(0) @binding(3) var<storage, read_write> out: array<OutWord>;   // [B, Hq, L, Dv]
 @group(0) @binding(4) var<storage, read_write> stats: array<f32>;     // lse [B, Hq, L] | max [B, Hq, L]
+@group(0) @binding(7) var<storage, read> large: array<u32>;           // one large captured tensor, in place
 
 //@slot load
 //#include load_f32.wgsl
@@ -112,7 +113,7 @@ fn forward(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocatio
     for (var quad0 = 0u; quad0 < HEAD_QUADS + p.zero; quad0 += CHUNK) {
       workgroupBarrier();
       if (HEAD_QUADS > CHUNK) { stage_q(q_base, first_row, quad0 / CHUNK, local); }
-      stage_k(k_base, walk.kv, kv_len, quad0 / CHUNK, local);
+      stage_k(k_base, walk.first, kv_len, quad0 / CHUNK, local);
       workgroupBarrier();
       for (var d = 0u; d < min(CHUNK, HEAD_QUADS - quad0); d += 1u) {
         let k0 = widen(kv_tile[tx * STRIDE + d]);
@@ -130,16 +131,16 @@ fn forward(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocatio
     var keep = array<vec4<bool>, ROWS>();
     for (var i = 0u; i < ROWS; i += 1u) {
       for (var j = 0u; j < COLUMNS; j += 1u) {
-        let kv = walk.kv + tx + 8u * j;
+        let kv = walk.first + tx + 8u * j;
         let score = score_mod(s[i][j] * p.scale, row[i], i32(b), i32(h), q_pos[i], i32(kv));
         s[i][j] = score * LOG2E;
         keep[i][j] = !is_minus_infinity(score);
       }
     }
-    if (walk.kind != FULL || walk.kv + TILE_KV > kv_len) {
+    if (walk.kind != FULL || walk.first + TILE_KV > kv_len) {
       for (var i = 0u; i < ROWS; i += 1u) {
         for (var j = 0u; j < COLUMNS; j += 1u) {
-          let kv = walk.kv + tx + 8u * j;
+          let kv = walk.first + tx + 8u * j;
           if (kv >= kv_len) {
             keep[i][j] = false;
           } else if (walk.kind != FULL) {
@@ -170,7 +171,7 @@ fn forward(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocatio
     // O += P v
     for (var c0 = 0u; c0 < OUT; c0 += STEP) {
       if (c0 > 0u) { workgroupBarrier(); }
-      stage_v(v_base, walk.kv, kv_len, c0 / STEP, local);
+      stage_v(v_base, walk.first, kv_len, c0 / STEP, local);
       workgroupBarrier();
       for (var x = 0u; x < 8u + p.zero; x += 1u) {
         for (var j = 0u; j < COLUMNS; j += 1u) {

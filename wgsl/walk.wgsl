@@ -1,4 +1,5 @@
-// Walking the block list of one query row block: full runs first, then partial blocks.
+// Walking the block list of 32 query rows, or the transposed list of 32 columns: full runs first, then
+// partial blocks.
 //
 // A list's header (in `tables`, 4 words) gives the word ranges of its runs, pairs [first, end) of
 // blocks in which every pair is kept, and of its partial blocks, pairs (block, tile map).
@@ -18,12 +19,13 @@ struct Walk {
   run_end: u32,
   partial: u32,        // next partial block
   partial_end: u32,
-  q_tile: u32,         // row of the tile map, 0..4
+  tile: u32,           // row of the tile map, or column, 0..4
+  transposed: bool,    // the walk is over the query rows of a column
   kinds: u32,          // kinds of the coming tiles, two bits each
-  next: u32,           // first column of the coming tile
+  next: u32,           // first column (transposed: row) of the coming tile
   end: u32,            // end of the columns of the run or block being walked
-  kv_len: u32,
-  kv: u32,             // the current tile: its first column
+  count: u32,          // columns in all
+  first: u32,          // the current tile: its first column
   kind: u32,           // and PARTIAL or FULL
 }
 
@@ -32,7 +34,22 @@ fn walk_row(b: u32, h: u32, row: u32, kv_len: u32) -> Walk {
   let list = ((b % p.mask_batch) * p.mask_heads + h % p.mask_heads) * p.q_blocks + row / BLOCK;
   let header = p.lists + 4u * list;
   return Walk(tables[header], tables[header + 1u], tables[header + 2u], tables[header + 3u],
-              (row % BLOCK) / TILE, 0u, 0u, 0u, kv_len, 0u, EMPTY);
+              (row % BLOCK) / TILE, false, 0u, 0u, 0u, kv_len, 0u, EMPTY);
+}
+
+// The transposed list of columns [kv, kv + 32): which query rows they are kept for.
+fn walk_column(b: u32, h: u32, kv: u32) -> Walk {
+  let list = ((b % p.mask_batch) * p.mask_heads + h % p.mask_heads) * p.kv_blocks + kv / BLOCK;
+  let header = p.lists_t + 4u * list;
+  return Walk(tables[header], tables[header + 1u], tables[header + 2u], tables[header + 3u],
+              (kv % BLOCK) / TILE, true, 0u, 0u, 0u, p.q_len, 0u, EMPTY);
+}
+
+// The kinds of the four tiles of row `tile` of a map, or of its column.
+fn row_kinds(map: u32, tile: u32) -> u32 { return map >> (8u * tile); }
+fn column_kinds(map: u32, tile: u32) -> u32 {
+  let kinds = map >> (2u * tile);
+  return (kinds & 3u) | ((kinds >> 6u) & 0xcu) | ((kinds >> 12u) & 0x30u) | ((kinds >> 18u) & 0xc0u);
 }
 
 // Moves to the next tile that is not empty; false at the end of the list.
@@ -41,13 +58,14 @@ fn next_tile(walk: ptr<function, Walk>) -> bool {
     if ((*walk).next >= (*walk).end) {
       if ((*walk).run < (*walk).run_end) {
         (*walk).next = tables[(*walk).run] * BLOCK;
-        (*walk).end = min(tables[(*walk).run + 1u] * BLOCK, (*walk).kv_len);
+        (*walk).end = min(tables[(*walk).run + 1u] * BLOCK, (*walk).count);
         (*walk).kinds = ALL_FULL;
         (*walk).run += 2u;
       } else if ((*walk).partial < (*walk).partial_end) {
         (*walk).next = tables[(*walk).partial] * BLOCK;
-        (*walk).end = min((*walk).next + BLOCK, (*walk).kv_len);
-        (*walk).kinds = tables[(*walk).partial + 1u] >> (8u * (*walk).q_tile);
+        (*walk).end = min((*walk).next + BLOCK, (*walk).count);
+        let map = tables[(*walk).partial + 1u];
+        (*walk).kinds = select(row_kinds(map, (*walk).tile), column_kinds(map, (*walk).tile), (*walk).transposed);
         (*walk).partial += 2u;
       } else {
         return false;
@@ -55,7 +73,7 @@ fn next_tile(walk: ptr<function, Walk>) -> bool {
       continue;
     }
     // Rotating leaves ALL_FULL as it is, however long the run.
-    (*walk).kv = (*walk).next;
+    (*walk).first = (*walk).next;
     (*walk).kind = (*walk).kinds & 3u;
     (*walk).next += TILE;
     (*walk).kinds = ((*walk).kinds >> 2u) | ((*walk).kinds << 30u);

@@ -2,16 +2,24 @@
 
 /// Name and text of every file in `wgsl/`.
 pub const WGSL_FILES: &[(&str, &str)] = &[
+    ("backward.wgsl", include_str!("../../wgsl/backward.wgsl")),
+    ("captured.wgsl", include_str!("../../wgsl/captured.wgsl")),
     ("common.wgsl", include_str!("../../wgsl/common.wgsl")),
     ("forward.wgsl", include_str!("../../wgsl/forward.wgsl")),
     ("half_bf16.wgsl", include_str!("../../wgsl/half_bf16.wgsl")),
     ("half_f16.wgsl", include_str!("../../wgsl/half_f16.wgsl")),
+    ("load_dout.wgsl", include_str!("../../wgsl/load_dout.wgsl")),
+    ("load_dout_f32_unaligned.wgsl", include_str!("../../wgsl/load_dout_f32_unaligned.wgsl")),
+    ("load_dout_words_unaligned.wgsl", include_str!("../../wgsl/load_dout_words_unaligned.wgsl")),
     ("load_f16.wgsl", include_str!("../../wgsl/load_f16.wgsl")),
     ("load_f32.wgsl", include_str!("../../wgsl/load_f32.wgsl")),
     ("load_f32_unaligned.wgsl", include_str!("../../wgsl/load_f32_unaligned.wgsl")),
     ("load_words.wgsl", include_str!("../../wgsl/load_words.wgsl")),
     ("load_words_unaligned.wgsl", include_str!("../../wgsl/load_words_unaligned.wgsl")),
     ("mods.wgsl", include_str!("../../wgsl/mods.wgsl")),
+    ("mods_grad.wgsl", include_str!("../../wgsl/mods_grad.wgsl")),
+    ("mods_terms.wgsl", include_str!("../../wgsl/mods_terms.wgsl")),
+    ("recompute.wgsl", include_str!("../../wgsl/recompute.wgsl")),
     ("walk.wgsl", include_str!("../../wgsl/walk.wgsl")),
 ];
 

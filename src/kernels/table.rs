@@ -16,11 +16,15 @@ pub struct Tile {
     pub columns: u32,
     /// vec4 of a row that are staged in workgroup memory at once; 0 where nothing is staged.
     pub chunk: u32,
+    /// Operands that the gradient kernels have staged at a time: 2, or 3 where those of the rows stay
+    /// in place; 0 in other kernels.
+    pub stages: u32,
 }
 
 impl fmt::Display for Tile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "t{}-{}x{}-c{}", self.threads, self.rows, self.columns, self.chunk)
+        write!(f, "t{}-{}x{}-c{}", self.threads, self.rows, self.columns, self.chunk)?;
+        if self.stages > 0 { write!(f, "-s{}", self.stages) } else { Ok(()) }
     }
 }
 
@@ -38,7 +42,12 @@ pub struct TileRow {
 }
 
 const fn row(kernel: Kernel, element: u32, up_to: u32, rows: u32, chunk: u32) -> TileRow {
-    TileRow { kernel, element, up_to, tile: Tile { threads: 64, rows, columns: 4, chunk } }
+    TileRow { kernel, element, up_to, tile: Tile { threads: 64, rows, columns: 4, chunk, stages: 0 } }
+}
+
+/// The rows of a gradient kernel. 3 stages only where a chunk is a whole row.
+const fn gradient(kernel: Kernel, element: u32, up_to: u32, chunk: u32, stages: u32) -> TileRow {
+    TileRow { kernel, element, up_to, tile: Tile { threads: 64, rows: 4, columns: 4, chunk, stages } }
 }
 
 /// The tiles, best first among those for one kernel, element size and head dim. For each there is one
@@ -58,6 +67,38 @@ pub const TILES: &[TileRow] = &[
     row(Kernel::Forward, 2, 128, 4, 32),
     row(Kernel::Forward, 2, 256, 4, 16),
     row(Kernel::Forward, 2, 1024, 2, 16),
+    gradient(Kernel::Delta, 4, 1024, 8, 2),
+    gradient(Kernel::Delta, 2, 1024, 16, 2),
+    gradient(Kernel::Dq, 4, 32, 8, 3),
+    gradient(Kernel::Dq, 4, 64, 16, 3),
+    gradient(Kernel::Dq, 4, 1024, 8, 2),
+    gradient(Kernel::Dq, 2, 32, 8, 3),
+    gradient(Kernel::Dq, 2, 64, 16, 3),
+    gradient(Kernel::Dq, 2, 128, 32, 3),
+    gradient(Kernel::Dq, 2, 1024, 16, 2),
+    gradient(Kernel::Dkv, 4, 32, 8, 3),
+    gradient(Kernel::Dkv, 4, 64, 16, 3),
+    gradient(Kernel::Dkv, 4, 1024, 8, 2),
+    gradient(Kernel::Dkv, 2, 32, 8, 3),
+    gradient(Kernel::Dkv, 2, 64, 16, 3),
+    gradient(Kernel::Dkv, 2, 128, 32, 3),
+    gradient(Kernel::Dkv, 2, 1024, 16, 2),
+    gradient(Kernel::CapturedRows, 4, 32, 8, 3),
+    gradient(Kernel::CapturedRows, 4, 64, 16, 3),
+    gradient(Kernel::CapturedRows, 4, 1024, 8, 2),
+    gradient(Kernel::CapturedRows, 2, 32, 8, 3),
+    gradient(Kernel::CapturedRows, 2, 64, 16, 3),
+    gradient(Kernel::CapturedRows, 2, 128, 32, 3),
+    gradient(Kernel::CapturedRows, 2, 1024, 16, 2),
+    gradient(Kernel::CapturedColumns, 4, 32, 8, 3),
+    gradient(Kernel::CapturedColumns, 4, 64, 16, 3),
+    gradient(Kernel::CapturedColumns, 4, 1024, 8, 2),
+    gradient(Kernel::CapturedColumns, 2, 32, 8, 3),
+    gradient(Kernel::CapturedColumns, 2, 64, 16, 3),
+    gradient(Kernel::CapturedColumns, 2, 128, 32, 3),
+    gradient(Kernel::CapturedColumns, 2, 1024, 16, 2),
+    gradient(Kernel::CapturedScatter, 4, 1024, 8, 2),
+    gradient(Kernel::CapturedScatter, 2, 1024, 16, 2),
 ];
 
 impl Tile {
@@ -116,6 +157,15 @@ impl Tile {
                 let reduced = self.tile_q() * 8 * 4;
                 staged + weights + reduced
             }
+            Kernel::Delta | Kernel::Dq | Kernel::Dkv => self.staged(dtype) + 32 * 9 * 16 + 64 * 4,
+            Kernel::CapturedRows | Kernel::CapturedColumns | Kernel::CapturedScatter => {
+                self.staged(dtype) + 32 * 8 * 4
+            }
         }
+    }
+
+    /// Bytes that the gradient kernels stage: chunks of 32 rows.
+    const fn staged(&self, dtype: DType) -> u32 {
+        self.stages * 32 * (self.chunk + 1) * 4 * dtype.size() as u32
     }
 }

@@ -1,0 +1,3 @@
+// Elements of dout where every offset and stride is a multiple of four elements, in any format.
+
+fn load_dout(at: u32, left: u32) -> Quad { return dout[at / 4u]; }

@@ -1,0 +1,7 @@
+// Elements of dout: 16 bits, two to a word, at any offset, with any strides.
+
+fn load_dout(at: u32, left: u32) -> Quad {
+  let i = quad_at(at, left);
+  let w = i / 2u;
+  return quad(vec4<u32>(dout[w.x], dout[w.y], dout[w.z], dout[w.w]), i, left);
+}

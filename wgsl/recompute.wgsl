@@ -1,0 +1,95 @@
+// What the gradient kernels compute again of a 32 x 32 tile: S = q k^T and dP = dout v^T, and of each
+// pair P and dPost. 64 invocations form an 8 x 8 grid (tx, ty); invocation (tx, ty) has the rows
+// ty + 8 i and the columns tx + 8 j of the tile. Rows are query rows and columns kv rows, or the
+// other way round.
+
+const ROWS: u32 = 4u;
+const COLUMNS: u32 = 4u;
+const HEAD_QUADS: u32 = (HEAD_DIM + 3u) / 4u;
+const V_QUADS: u32 = (V_DIM + 3u) / 4u;
+const STRIDE: u32 = CHUNK + 1u;                         // odd, so that rows start in different banks
+const RESIDENT: bool = STAGES == 3u && max(HEAD_QUADS, V_QUADS) <= CHUNK;
+
+@group(0) @binding(0) var<storage, read> q: array<Word>;             // [B, Hq, L, D]
+@group(0) @binding(1) var<storage, read> k: array<Word>;             // [Bkv, Hkv, S, D]
+@group(0) @binding(2) var<storage, read> v: array<Word>;             // [Bkv, Hkv, S, Dv]; in delta: out [B, Hq, L, Dv]
+@group(0) @binding(3) var<storage, read> dout: array<Word>;          // [B, Hq, L, Dv]
+@group(0) @binding(4) var<storage, read_write> stats: array<f32>;    // lse | dlse | delta, each [B, Hq, L]
+
+// The operands of a product, a chunk of 32 rows each: first those of S, then of dP, then the columns'.
+var<workgroup> staged: array<Quad, STAGES * TILE * STRIDE>;
+const S_ROWS: u32 = 0u;
+const DP_ROWS: u32 = (STAGES - 2u) * TILE * STRIDE;
+const OTHER: u32 = (STAGES - 1u) * TILE * STRIDE;
+
+const Q: u32 = 0u;
+const K: u32 = 1u;
+const V: u32 = 2u;
+const DOUT: u32 = 3u;
+
+fn load(tensor: u32, at: u32, left: u32) -> Quad {
+  if (tensor == Q) { return load_q(at, left); }
+  if (tensor == K) { return load_k(at, left); }
+  if (tensor == V) { return load_v(at, left); }
+  return load_dout(at, left);
+}
+
+// 32 rows of a tensor: where row 0 is, how far rows lie apart, and which of `count` rows come first.
+struct Rows { tensor: u32, base: u32, stride: u32, first: u32, count: u32 }
+
+// Stages chunk `chunk` of the rows at `to`. Rows past the end are zero: what lies there may be NaN.
+fn stage(to: u32, rows: Rows, chunk: u32, local: u32) {
+  let dim = select(HEAD_DIM, V_DIM, rows.tensor >= V);
+  for (var i = local; i < TILE * CHUNK + p.zero; i += 64u) {
+    let quad = chunk * CHUNK + i % CHUNK;
+    let row = rows.first + i / CHUNK;
+    var value = Quad();
+    if (row < rows.count && 4u * quad < dim) {
+      value = load(rows.tensor, rows.base + row * rows.stride + 4u * quad, dim - 4u * quad);
+    }
+    staged[to + (i / CHUNK) * STRIDE + i % CHUNK] = value;
+  }
+}
+
+// A 32 x 32 product of rows and columns over the head dimension, chunk by chunk. The last chunk of
+// the columns stays staged.
+fn product(at: u32, rows: Rows, columns: Rows, local: u32) -> array<vec4<f32>, ROWS> {
+  let quads = select(HEAD_QUADS, V_QUADS, rows.tensor >= V);
+  let tx = local % 8u;
+  let ty = local / 8u;
+  var s = array<vec4<f32>, ROWS>();
+  for (var i = 0u; i < ROWS; i += 1u) { s[i] = vec4<f32>(0.0); }
+  for (var quad0 = 0u; quad0 < quads + p.zero; quad0 += CHUNK) {
+    workgroupBarrier();
+    if (!RESIDENT) { stage(at, rows, quad0 / CHUNK, local); }
+    stage(OTHER, columns, quad0 / CHUNK, local);
+    workgroupBarrier();
+    for (var d = 0u; d < min(CHUNK, quads - quad0); d += 1u) {
+      let b0 = widen(staged[OTHER + tx * STRIDE + d]);
+      let b1 = widen(staged[OTHER + (tx + 8u) * STRIDE + d]);
+      let b2 = widen(staged[OTHER + (tx + 16u) * STRIDE + d]);
+      let b3 = widen(staged[OTHER + (tx + 24u) * STRIDE + d]);
+      for (var i = 0u; i < ROWS; i += 1u) {
+        let a = widen(staged[at + (ty + 8u * i) * STRIDE + d]);
+        s[i] += vec4<f32>(dot(a, b0), dot(a, b1), dot(a, b2), dot(a, b3));
+      }
+    }
+  }
+  return s;
+}
+
+// What a pair contributes: P, and dPost = P (dP - delta), the gradient of its score after score_mod.
+// Zero where it is not kept, whatever the mods give there.
+fn pair(s: f32, dp: f32, stat: vec2<f32>, row: Row, b: u32, h: u32, q_pos: i32, kv: u32, inside: bool, full: bool) -> vec2<f32> {
+  let score = score_mod(s * p.scale, row, i32(b), i32(h), q_pos, i32(kv));
+  var keep = inside && !is_minus_infinity(score);
+  if (!full) { keep = keep && mask_mod(row, i32(b), i32(h), q_pos, i32(kv)); }
+  let weight = exp2((score - stat.x) * LOG2E);
+  return select(vec2<f32>(0.0), vec2<f32>(weight, weight * (dp - stat.y)), keep);
+}
+
+// dPost times a derivative of score_mod, which may be NaN or infinite where the pair is not kept.
+fn chain(d_post: f32, slope: f32) -> f32 { return select(d_post * slope, 0.0, d_post == 0.0); }
+
+// lse and delta of a query row.
+fn stats_of(row: u32) -> vec2<f32> { return vec2<f32>(stats[p.lse_at + row], stats[p.delta_at + row]); }
