@@ -67,6 +67,7 @@
 //! ```
 
 mod capture;
+mod derivative;
 mod mods;
 mod op;
 mod print;
@@ -84,6 +85,7 @@ use crate::error::{Error, Result};
 pub use capture::{
     Capture, CaptureData, CaptureDecl, CaptureType, Captured, DeviceHandle, Scalar, ScalarDecl, ScalarOf,
 };
+pub use derivative::{GatherGradient, Gradient};
 pub use mods::{MaskMod, ScoreMod};
 pub use op::Op;
 pub use program::{Bound, CaptureRanges, Env, IndexBox, Point, Program, Ranges};
@@ -274,6 +276,23 @@ impl Expr {
     /// The value, if the expression is a constant.
     pub fn as_constant(&self) -> Option<Value> {
         if let Op::Const(value) = self.op() { Some(*value) } else { None }
+    }
+
+    /// The value of an operation on constants: computed in f64, rounded to f32.
+    pub(crate) fn fold(&self) -> Option<Value> {
+        let types: Vec<Type> = self.args().iter().map(Expr::ty).collect();
+        let record = self.op().record::<f64>(&types)?;
+        let columns: Vec<Column<f64>> =
+            self.args().iter().map(|a| a.as_constant().map(Column::of)).collect::<Option<_>>()?;
+        let mut out = Column::new(self.ty());
+        out.resize(1);
+        (record.kernel)(&columns.iter().collect::<Vec<_>>(), &mut out);
+        Some(match out.lane(0) {
+            Lane::F32(x) => Value::F32(x as f32),
+            Lane::I32(x) => Value::I32(x),
+            Lane::U32(x) => Value::U32(x),
+            Lane::Bool(x) => Value::Bool(x),
+        })
     }
 
     /// The number of distinct operations, constants and inputs included.

@@ -20,6 +20,7 @@ pub mod expr;
 #[cfg(feature = "wgpu")]
 pub mod gpu;
 pub mod kernels;
+pub mod lower;
 pub mod reference;
 mod runtime;
 mod shape;

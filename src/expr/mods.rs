@@ -5,7 +5,7 @@ use std::ops::{BitAnd, BitOr, Not};
 use super::capture::{Capture, Scalar};
 use super::value::{Type, Value};
 use super::views::{Bool, F32, Index, Score, Term, View};
-use super::{Expr, Input, MAX_NODES, Op};
+use super::{Expr, Gradient, Input, MAX_NODES, Op};
 use crate::error::{Error, Result};
 
 macro_rules! modification {
@@ -160,6 +160,15 @@ impl ScoreMod {
     /// When the expression is no f32, or reads a capture or scalar that is not given.
     pub fn from_expr(expr: Expr, captures: &[Capture], scalars: &[Scalar]) -> Result<ScoreMod> {
         from_expr(expr, Type::F32, "score_mod", captures, scalars).map(ScoreMod)
+    }
+
+    /// The derivative: with respect to the score, and at each place where a float capture is read.
+    ///
+    /// # Errors
+    /// As [`ScoreMod::check`], and when the derivative has too many operations.
+    pub fn gradient(&self) -> Result<Gradient> {
+        self.check()?;
+        Gradient::of(self.expr())
     }
 
     /// This score mod on another score and position.

@@ -1,8 +1,12 @@
-//! The operations: one record each, with its types and its value.
+//! The operations: one record each, with its types, its value, its range and its derivative.
+
+use std::f32::consts::LN_2;
 
 use xxhash_rust::xxh3::Xxh3;
 
 use super::capture::{CaptureDecl, ScalarDecl};
+use super::derivative::{self, Slope};
+use super::range::{self, RangeFn};
 use super::value::{Column, Element, Float, Type, Value};
 use super::{Expr, Input};
 use crate::error::{Error, Result};
@@ -146,32 +150,46 @@ pub(crate) struct Record<F> {
     pub(crate) ty: Type,
     /// The value.
     pub(crate) kernel: Kernel<F>,
+    /// What it may be when the arguments vary.
+    pub(crate) range: RangeFn,
+    /// The derivative; nothing where it is 0 everywhere.
+    pub(crate) slope: Option<Slope>,
+}
+
+impl<F> Record<F> {
+    fn slope(mut self, slope: Slope) -> Record<F> {
+        self.slope = Some(slope);
+        self
+    }
 }
 
 fn map1<F: Float, A: Element<F>, R: Element<F>>(
     f: impl Fn(A) -> R + Copy + Send + Sync + 'static,
+    range: RangeFn,
 ) -> Record<F> {
     let kernel = move |args: &[&Column<F>], out: &mut Column<F>| {
         for (out, a) in R::of_mut(out).iter_mut().zip(A::of(args[0])) {
             *out = f(*a);
         }
     };
-    Record { ty: R::TYPE, kernel: Box::new(kernel) }
+    Record { ty: R::TYPE, kernel: Box::new(kernel), range, slope: None }
 }
 
 fn map2<F: Float, A: Element<F>, B: Element<F>, R: Element<F>>(
     f: impl Fn(A, B) -> R + Copy + Send + Sync + 'static,
+    range: RangeFn,
 ) -> Record<F> {
     let kernel = move |args: &[&Column<F>], out: &mut Column<F>| {
         for ((out, a), b) in R::of_mut(out).iter_mut().zip(A::of(args[0])).zip(B::of(args[1])) {
             *out = f(*a, *b);
         }
     };
-    Record { ty: R::TYPE, kernel: Box::new(kernel) }
+    Record { ty: R::TYPE, kernel: Box::new(kernel), range, slope: None }
 }
 
 fn map3<F: Float, A: Element<F>, B: Element<F>, C: Element<F>, R: Element<F>>(
     f: impl Fn(A, B, C) -> R + Copy + Send + Sync + 'static,
+    range: RangeFn,
 ) -> Record<F> {
     let kernel = move |args: &[&Column<F>], out: &mut Column<F>| {
         let columns = A::of(args[0]).iter().zip(B::of(args[1])).zip(C::of(args[2]));
@@ -179,7 +197,7 @@ fn map3<F: Float, A: Element<F>, B: Element<F>, C: Element<F>, R: Element<F>>(
             *out = f(*a, *b, *c);
         }
     };
-    Record { ty: R::TYPE, kernel: Box::new(kernel) }
+    Record { ty: R::TYPE, kernel: Box::new(kernel), range, slope: None }
 }
 
 impl Op {
@@ -190,120 +208,145 @@ impl Op {
         Some(match (self, types) {
             (Op::Const(_) | Op::Input(_) | Op::Scalar(_) | Op::Gather(_), _) => return None,
 
-            (Op::Neg, [F32]) => map1(|a: F| -a),
-            (Op::Neg | Op::WrappingNeg, [I32]) => map1(i32::wrapping_neg),
-            (Op::Not, [Bool]) => map1(|a: bool| !a),
-            (Op::Not, [I32]) => map1(|a: i32| !a),
-            (Op::Not, [U32]) => map1(|a: u32| !a),
-            (Op::Abs, [F32]) => map1(F::abs),
-            (Op::Abs, [I32]) => map1(i32::wrapping_abs),
-            (Op::Abs, [U32]) => map1(|a: u32| a),
-            (Op::Sign, [F32]) => map1(sign::<F>),
-            (Op::Sign, [I32]) => map1(i32::signum),
-            (Op::Floor, [F32]) => map1(F::floor),
-            (Op::Ceil, [F32]) => map1(F::ceil),
-            (Op::Round, [F32]) => map1(F::round),
-            (Op::Trunc, [F32]) => map1(F::trunc),
-            (Op::Fract, [F32]) => map1(|a: F| a - a.floor()),
-            (Op::Sqrt, [F32]) => map1(F::sqrt),
-            (Op::Exp, [F32]) => map1(F::exp),
-            (Op::Exp2, [F32]) => map1(F::exp2),
-            (Op::Log, [F32]) => map1(F::log),
-            (Op::Log2, [F32]) => map1(F::log2),
-            (Op::Sin, [F32]) => map1(F::sin),
-            (Op::Cos, [F32]) => map1(F::cos),
-            (Op::Tan, [F32]) => map1(F::tan),
-            (Op::Tanh, [F32]) => map1(F::tanh),
-            (Op::Sigmoid, [F32]) => map1(|a: F| F::of(1.0) / (F::of(1.0) + (-a).exp())),
-            (Op::CountOneBits, [I32]) => map1(|a: i32| a.count_ones() as i32),
-            (Op::CountOneBits, [U32]) => map1(u32::count_ones),
+            (Op::Neg, [F32]) => map1(|a: F| -a, range::neg_f32).slope(|d| d.slopes([-d.g()])),
+            (Op::Neg | Op::WrappingNeg, [I32]) => map1(i32::wrapping_neg, range::neg_i32),
+            (Op::Not, [Bool]) => map1(|a: bool| !a, range::not_bool),
+            (Op::Not, [I32]) => map1(|a: i32| !a, range::not_i32),
+            (Op::Not, [U32]) => map1(|a: u32| !a, range::not_u32),
+            (Op::Abs, [F32]) => map1(F::abs, range::abs_f32).slope(|d| d.slopes([d.g() * d.arg(0).sign()])),
+            (Op::Abs, [I32]) => map1(i32::wrapping_abs, range::abs_i32),
+            (Op::Abs, [U32]) => map1(|a: u32| a, range::same),
+            (Op::Sign, [F32]) => map1(sign::<F>, range::sign),
+            (Op::Sign, [I32]) => map1(i32::signum, range::sign),
+            (Op::Floor, [F32]) => map1(F::floor, range::floor),
+            (Op::Ceil, [F32]) => map1(F::ceil, range::ceil),
+            (Op::Round, [F32]) => map1(F::round, range::round),
+            (Op::Trunc, [F32]) => map1(F::trunc, range::trunc),
+            (Op::Fract, [F32]) => map1(|a: F| a - a.floor(), range::fract).slope(|d| d.slopes([d.g()])),
+            (Op::Sqrt, [F32]) => map1(F::sqrt, range::sqrt).slope(|d| d.slopes([d.g() * 0.5 / d.out()])),
+            (Op::Exp, [F32]) => map1(F::exp, range::exp).slope(|d| d.slopes([d.g() * d.out()])),
+            (Op::Exp2, [F32]) => map1(F::exp2, range::exp2).slope(|d| d.slopes([d.g() * (d.out() * LN_2)])),
+            (Op::Log, [F32]) => map1(F::log, range::log).slope(|d| d.slopes([d.g() / d.arg(0)])),
+            (Op::Log2, [F32]) => map1(F::log2, range::log2).slope(|d| d.slopes([d.g() / (d.arg(0) * LN_2)])),
+            (Op::Sin, [F32]) => map1(F::sin, range::wave).slope(|d| d.slopes([d.g() * d.arg(0).cos()])),
+            (Op::Cos, [F32]) => map1(F::cos, range::wave).slope(|d| d.slopes([-(d.g() * d.arg(0).sin())])),
+            (Op::Tan, [F32]) => {
+                map1(F::tan, range::any_f32).slope(|d| d.slopes([d.g() * (d.out() * d.out() + 1.0)]))
+            }
+            (Op::Tanh, [F32]) => {
+                map1(F::tanh, range::tanh).slope(|d| d.slopes([d.g() * (1.0 - d.out() * d.out())]))
+            }
+            (Op::Sigmoid, [F32]) => map1(|a: F| F::of(1.0) / (F::of(1.0) + (-a).exp()), range::sigmoid)
+                .slope(|d| d.slopes([d.g() * (d.out() * (1.0 - d.out()))])),
+            (Op::CountOneBits, [I32]) => map1(|a: i32| a.count_ones() as i32, range::bit_count),
+            (Op::CountOneBits, [U32]) => map1(u32::count_ones, range::bit_count),
 
-            (Op::Add, [F32, F32]) => map2(|a: F, b: F| a + b),
-            (Op::Add | Op::WrappingAdd, [I32, I32]) => map2(i32::wrapping_add),
-            (Op::Add | Op::WrappingAdd, [U32, U32]) => map2(u32::wrapping_add),
-            (Op::Sub, [F32, F32]) => map2(|a: F, b: F| a - b),
-            (Op::Sub | Op::WrappingSub, [I32, I32]) => map2(i32::wrapping_sub),
-            (Op::Sub | Op::WrappingSub, [U32, U32]) => map2(u32::wrapping_sub),
-            (Op::Mul, [F32, F32]) => map2(|a: F, b: F| a * b),
-            (Op::Mul | Op::WrappingMul, [I32, I32]) => map2(i32::wrapping_mul),
-            (Op::Mul | Op::WrappingMul, [U32, U32]) => map2(u32::wrapping_mul),
-            (Op::Div, [F32, F32]) => map2(|a: F, b: F| a / b),
-            (Op::Div, [I32, I32]) => map2(|a: i32, b: i32| if b == 0 { a } else { a.wrapping_div(b) }),
-            (Op::Div, [U32, U32]) => map2(|a: u32, b: u32| a.checked_div(b).unwrap_or(a)),
-            (Op::Rem, [I32, I32]) => map2(|a: i32, b: i32| if b == 0 { 0 } else { a.wrapping_rem(b) }),
-            (Op::Rem, [U32, U32]) => map2(|a: u32, b: u32| a.checked_rem(b).unwrap_or(0)),
-            (Op::FloorDiv, [I32, I32]) => map2(floor_div),
-            (Op::FloorMod, [I32, I32]) => map2(floor_mod),
-            (Op::Min, [F32, F32]) => map2(F::min),
-            (Op::Min, [I32, I32]) => map2(|a: i32, b: i32| a.min(b)),
-            (Op::Min, [U32, U32]) => map2(|a: u32, b: u32| a.min(b)),
-            (Op::Max, [F32, F32]) => map2(F::max),
-            (Op::Max, [I32, I32]) => map2(|a: i32, b: i32| a.max(b)),
-            (Op::Max, [U32, U32]) => map2(|a: u32, b: u32| a.max(b)),
-            (Op::Pow, [F32, F32]) => map2(F::pow),
-            (Op::And, [Bool, Bool]) => map2(|a: bool, b: bool| a & b),
-            (Op::And, [I32, I32]) => map2(|a: i32, b: i32| a & b),
-            (Op::And, [U32, U32]) => map2(|a: u32, b: u32| a & b),
-            (Op::Or, [Bool, Bool]) => map2(|a: bool, b: bool| a | b),
-            (Op::Or, [I32, I32]) => map2(|a: i32, b: i32| a | b),
-            (Op::Or, [U32, U32]) => map2(|a: u32, b: u32| a | b),
-            (Op::Xor, [Bool, Bool]) => map2(|a: bool, b: bool| a ^ b),
-            (Op::Xor, [I32, I32]) => map2(|a: i32, b: i32| a ^ b),
-            (Op::Xor, [U32, U32]) => map2(|a: u32, b: u32| a ^ b),
-            (Op::Shl, [I32, U32]) => map2(i32::wrapping_shl),
-            (Op::Shl, [U32, U32]) => map2(u32::wrapping_shl),
-            (Op::Shr, [I32, U32]) => map2(i32::wrapping_shr),
-            (Op::Shr, [U32, U32]) => map2(u32::wrapping_shr),
+            (Op::Add, [F32, F32]) => {
+                map2(|a: F, b: F| a + b, range::add_f32).slope(|d| d.slopes([d.g(), d.g()]))
+            }
+            (Op::Add | Op::WrappingAdd, [I32, I32]) => map2(i32::wrapping_add, range::add_i32),
+            (Op::Add | Op::WrappingAdd, [U32, U32]) => map2(u32::wrapping_add, range::add_u32),
+            (Op::Sub, [F32, F32]) => {
+                map2(|a: F, b: F| a - b, range::sub_f32).slope(|d| d.slopes([d.g(), -d.g()]))
+            }
+            (Op::Sub | Op::WrappingSub, [I32, I32]) => map2(i32::wrapping_sub, range::sub_i32),
+            (Op::Sub | Op::WrappingSub, [U32, U32]) => map2(u32::wrapping_sub, range::sub_u32),
+            (Op::Mul, [F32, F32]) => map2(|a: F, b: F| a * b, range::mul_f32)
+                .slope(|d| d.slopes([d.g() * d.arg(1), d.g() * d.arg(0)])),
+            (Op::Mul | Op::WrappingMul, [I32, I32]) => map2(i32::wrapping_mul, range::mul_i32),
+            (Op::Mul | Op::WrappingMul, [U32, U32]) => map2(u32::wrapping_mul, range::mul_u32),
+            (Op::Div, [F32, F32]) => map2(|a: F, b: F| a / b, range::div_f32)
+                .slope(|d| d.slopes([d.g() / d.arg(1), -(d.g() * d.out() / d.arg(1))])),
+            (Op::Div, [I32, I32]) => {
+                map2(|a: i32, b: i32| if b == 0 { a } else { a.wrapping_div(b) }, range::div_i32)
+            }
+            (Op::Div, [U32, U32]) => map2(|a: u32, b: u32| a.checked_div(b).unwrap_or(a), range::div_u32),
+            (Op::Rem, [I32, I32]) => {
+                map2(|a: i32, b: i32| if b == 0 { 0 } else { a.wrapping_rem(b) }, range::rem)
+            }
+            (Op::Rem, [U32, U32]) => map2(|a: u32, b: u32| a.checked_rem(b).unwrap_or(0), range::rem),
+            (Op::FloorDiv, [I32, I32]) => map2(floor_div, range::floor_div),
+            (Op::FloorMod, [I32, I32]) => map2(floor_mod, range::floor_mod),
+            (Op::Min, [F32, F32]) => map2(F::min, range::min).slope(derivative::min),
+            (Op::Min, [I32, I32]) => map2(|a: i32, b: i32| a.min(b), range::min),
+            (Op::Min, [U32, U32]) => map2(|a: u32, b: u32| a.min(b), range::min),
+            (Op::Max, [F32, F32]) => map2(F::max, range::max).slope(derivative::max),
+            (Op::Max, [I32, I32]) => map2(|a: i32, b: i32| a.max(b), range::max),
+            (Op::Max, [U32, U32]) => map2(|a: u32, b: u32| a.max(b), range::max),
+            (Op::Pow, [F32, F32]) => map2(F::pow, range::pow).slope(derivative::pow),
+            (Op::And, [Bool, Bool]) => map2(|a: bool, b: bool| a & b, range::and_bool),
+            (Op::And, [I32, I32]) => map2(|a: i32, b: i32| a & b, range::and_i32),
+            (Op::And, [U32, U32]) => map2(|a: u32, b: u32| a & b, range::and_u32),
+            (Op::Or, [Bool, Bool]) => map2(|a: bool, b: bool| a | b, range::or_bool),
+            (Op::Or, [I32, I32]) => map2(|a: i32, b: i32| a | b, range::or_i32),
+            (Op::Or, [U32, U32]) => map2(|a: u32, b: u32| a | b, range::or_u32),
+            (Op::Xor, [Bool, Bool]) => map2(|a: bool, b: bool| a ^ b, range::xor_bool),
+            (Op::Xor, [I32, I32]) => map2(|a: i32, b: i32| a ^ b, range::xor_i32),
+            (Op::Xor, [U32, U32]) => map2(|a: u32, b: u32| a ^ b, range::xor_u32),
+            (Op::Shl, [I32, U32]) => map2(i32::wrapping_shl, range::shl_i32),
+            (Op::Shl, [U32, U32]) => map2(u32::wrapping_shl, range::shl_u32),
+            (Op::Shr, [I32, U32]) => map2(i32::wrapping_shr, range::shr_i32),
+            (Op::Shr, [U32, U32]) => map2(u32::wrapping_shr, range::shr_u32),
 
-            (Op::Lt, [F32, F32]) => map2(|a: F, b: F| a < b),
-            (Op::Lt, [I32, I32]) => map2(|a: i32, b: i32| a < b),
-            (Op::Lt, [U32, U32]) => map2(|a: u32, b: u32| a < b),
-            (Op::Le, [F32, F32]) => map2(|a: F, b: F| a <= b),
-            (Op::Le, [I32, I32]) => map2(|a: i32, b: i32| a <= b),
-            (Op::Le, [U32, U32]) => map2(|a: u32, b: u32| a <= b),
-            (Op::Gt, [F32, F32]) => map2(|a: F, b: F| a > b),
-            (Op::Gt, [I32, I32]) => map2(|a: i32, b: i32| a > b),
-            (Op::Gt, [U32, U32]) => map2(|a: u32, b: u32| a > b),
-            (Op::Ge, [F32, F32]) => map2(|a: F, b: F| a >= b),
-            (Op::Ge, [I32, I32]) => map2(|a: i32, b: i32| a >= b),
-            (Op::Ge, [U32, U32]) => map2(|a: u32, b: u32| a >= b),
-            (Op::Eq, [F32, F32]) => map2(|a: F, b: F| a == b),
-            (Op::Eq, [I32, I32]) => map2(|a: i32, b: i32| a == b),
-            (Op::Eq, [U32, U32]) => map2(|a: u32, b: u32| a == b),
-            (Op::Eq, [Bool, Bool]) => map2(|a: bool, b: bool| a == b),
-            (Op::Ne, [F32, F32]) => map2(|a: F, b: F| a != b),
-            (Op::Ne, [I32, I32]) => map2(|a: i32, b: i32| a != b),
-            (Op::Ne, [U32, U32]) => map2(|a: u32, b: u32| a != b),
-            (Op::Ne, [Bool, Bool]) => map2(|a: bool, b: bool| a != b),
+            (Op::Lt, [F32, F32]) => map2(|a: F, b: F| a < b, range::lt),
+            (Op::Lt, [I32, I32]) => map2(|a: i32, b: i32| a < b, range::lt),
+            (Op::Lt, [U32, U32]) => map2(|a: u32, b: u32| a < b, range::lt),
+            (Op::Le, [F32, F32]) => map2(|a: F, b: F| a <= b, range::le),
+            (Op::Le, [I32, I32]) => map2(|a: i32, b: i32| a <= b, range::le),
+            (Op::Le, [U32, U32]) => map2(|a: u32, b: u32| a <= b, range::le),
+            (Op::Gt, [F32, F32]) => map2(|a: F, b: F| a > b, range::gt),
+            (Op::Gt, [I32, I32]) => map2(|a: i32, b: i32| a > b, range::gt),
+            (Op::Gt, [U32, U32]) => map2(|a: u32, b: u32| a > b, range::gt),
+            (Op::Ge, [F32, F32]) => map2(|a: F, b: F| a >= b, range::ge),
+            (Op::Ge, [I32, I32]) => map2(|a: i32, b: i32| a >= b, range::ge),
+            (Op::Ge, [U32, U32]) => map2(|a: u32, b: u32| a >= b, range::ge),
+            (Op::Eq, [F32, F32]) => map2(|a: F, b: F| a == b, range::eq),
+            (Op::Eq, [I32, I32]) => map2(|a: i32, b: i32| a == b, range::eq),
+            (Op::Eq, [U32, U32]) => map2(|a: u32, b: u32| a == b, range::eq),
+            (Op::Eq, [Bool, Bool]) => map2(|a: bool, b: bool| a == b, range::eq),
+            (Op::Ne, [F32, F32]) => map2(|a: F, b: F| a != b, range::ne),
+            (Op::Ne, [I32, I32]) => map2(|a: i32, b: i32| a != b, range::ne),
+            (Op::Ne, [U32, U32]) => map2(|a: u32, b: u32| a != b, range::ne),
+            (Op::Ne, [Bool, Bool]) => map2(|a: bool, b: bool| a != b, range::ne),
 
-            (Op::Select, [Bool, F32, F32]) => map3(|a: bool, b: F, c: F| if a { b } else { c }),
-            (Op::Select, [Bool, I32, I32]) => map3(|a: bool, b: i32, c: i32| if a { b } else { c }),
-            (Op::Select, [Bool, U32, U32]) => map3(|a: bool, b: u32, c: u32| if a { b } else { c }),
-            (Op::Select, [Bool, Bool, Bool]) => map3(|a: bool, b: bool, c: bool| if a { b } else { c }),
-            (Op::Clamp, [F32, F32, F32]) => map3(|a: F, b: F, c: F| a.max(b).min(c)),
-            (Op::Clamp, [I32, I32, I32]) => map3(|a: i32, b: i32, c: i32| a.max(b).min(c)),
-            (Op::Clamp, [U32, U32, U32]) => map3(|a: u32, b: u32, c: u32| a.max(b).min(c)),
+            (Op::Select, [Bool, F32, F32]) => {
+                map3(|a: bool, b: F, c: F| if a { b } else { c }, range::select).slope(derivative::select)
+            }
+            (Op::Select, [Bool, I32, I32]) => {
+                map3(|a: bool, b: i32, c: i32| if a { b } else { c }, range::select)
+            }
+            (Op::Select, [Bool, U32, U32]) => {
+                map3(|a: bool, b: u32, c: u32| if a { b } else { c }, range::select)
+            }
+            (Op::Select, [Bool, Bool, Bool]) => {
+                map3(|a: bool, b: bool, c: bool| if a { b } else { c }, range::select)
+            }
+            (Op::Clamp, [F32, F32, F32]) => {
+                map3(|a: F, b: F, c: F| a.max(b).min(c), range::clamp).slope(derivative::clamp)
+            }
+            (Op::Clamp, [I32, I32, I32]) => map3(|a: i32, b: i32, c: i32| a.max(b).min(c), range::clamp),
+            (Op::Clamp, [U32, U32, U32]) => map3(|a: u32, b: u32, c: u32| a.max(b).min(c), range::clamp),
 
-            (Op::ToF32, [F32]) => map1(|a: F| a),
-            (Op::ToF32, [I32]) => map1(F::of_i32),
-            (Op::ToF32, [U32]) => map1(F::of_u32),
-            (Op::ToF32, [Bool]) => map1(|a: bool| F::of(u8::from(a).into())),
-            (Op::ToI32, [F32]) => map1(F::to_i32),
-            (Op::ToI32, [I32]) => map1(|a: i32| a),
-            (Op::ToI32, [U32]) => map1(|a: u32| a as i32),
-            (Op::ToI32, [Bool]) => map1(|a: bool| i32::from(a)),
-            (Op::ToU32, [F32]) => map1(F::to_u32),
-            (Op::ToU32, [I32]) => map1(|a: i32| a as u32),
-            (Op::ToU32, [U32]) => map1(|a: u32| a),
-            (Op::ToU32, [Bool]) => map1(|a: bool| u32::from(a)),
-            (Op::ToBool, [F32]) => map1(|a: F| a != F::of(0.0)),
-            (Op::ToBool, [I32]) => map1(|a: i32| a != 0),
-            (Op::ToBool, [U32]) => map1(|a: u32| a != 0),
-            (Op::ToBool, [Bool]) => map1(|a: bool| a),
-            (Op::BitsToF32, [I32]) => map1(|a: i32| F::of(f32::from_bits(a as u32))),
-            (Op::BitsToF32, [U32]) => map1(|a: u32| F::of(f32::from_bits(a))),
-            (Op::BitsToI32, [F32]) => map1(|a: F| a.to_f32().to_bits() as i32),
-            (Op::BitsToU32, [F32]) => map1(|a: F| a.to_f32().to_bits()),
+            (Op::ToF32, [F32]) => map1(|a: F| a, range::same).slope(|d| d.slopes([d.g()])),
+            (Op::ToF32, [I32]) => map1(F::of_i32, range::to_f32),
+            (Op::ToF32, [U32]) => map1(F::of_u32, range::to_f32),
+            (Op::ToF32, [Bool]) => map1(|a: bool| F::of(u8::from(a).into()), range::same),
+            (Op::ToI32, [F32]) => map1(F::to_i32, range::f32_to_i32),
+            (Op::ToI32, [I32]) => map1(|a: i32| a, range::same),
+            (Op::ToI32, [U32]) => map1(|a: u32| a as i32, range::u32_to_i32),
+            (Op::ToI32, [Bool]) => map1(|a: bool| i32::from(a), range::same),
+            (Op::ToU32, [F32]) => map1(F::to_u32, range::f32_to_u32),
+            (Op::ToU32, [I32]) => map1(|a: i32| a as u32, range::i32_to_u32),
+            (Op::ToU32, [U32]) => map1(|a: u32| a, range::same),
+            (Op::ToU32, [Bool]) => map1(|a: bool| u32::from(a), range::same),
+            (Op::ToBool, [F32]) => map1(|a: F| a != F::of(0.0), range::to_bool),
+            (Op::ToBool, [I32]) => map1(|a: i32| a != 0, range::to_bool),
+            (Op::ToBool, [U32]) => map1(|a: u32| a != 0, range::to_bool),
+            (Op::ToBool, [Bool]) => map1(|a: bool| a, range::same),
+            (Op::BitsToF32, [I32]) => map1(|a: i32| F::of(f32::from_bits(a as u32)), range::any_f32),
+            (Op::BitsToF32, [U32]) => map1(|a: u32| F::of(f32::from_bits(a)), range::any_f32),
+            (Op::BitsToI32, [F32]) => map1(|a: F| a.to_f32().to_bits() as i32, range::any_i32),
+            (Op::BitsToU32, [F32]) => map1(|a: F| a.to_f32().to_bits(), range::any_u32),
             _ => return None,
         })
     }

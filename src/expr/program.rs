@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::fmt;
 
 use super::capture::{Capture, CaptureData, CaptureDecl, Scalar, ScalarDecl};
-use super::op::{Kernel, MAX_ARGS};
-use super::range::Range;
+use super::op::{Kernel, MAX_ARGS, Record};
+use super::range::{self, Range, RangeFn};
 use super::value::{Column, Element, Float, Lane, Type, Value};
 use super::{Expr, Input, Inputs, Op, visit};
 use crate::error::{Error, Result};
@@ -152,6 +152,14 @@ pub(crate) struct Step {
 }
 
 impl Step {
+    fn record<F: Float>(&self) -> Option<Record<F>> {
+        let mut types = [Type::Bool; MAX_ARGS];
+        for (ty, arg) in types.iter_mut().zip(self.expr.args()) {
+            *ty = arg.ty();
+        }
+        self.expr.op().record::<F>(&types[..self.expr.args().len()])
+    }
+
     fn args(&self) -> &[u32] {
         &self.args[..self.expr.args().len()]
     }
@@ -246,12 +254,7 @@ impl Program {
         let mut kernels = Vec::with_capacity(self.steps.len());
         let mut columns = Vec::with_capacity(self.steps.len());
         for step in &self.steps {
-            let mut types = [Type::Bool; MAX_ARGS];
-            for (ty, arg) in types.iter_mut().zip(step.expr.args()) {
-                *ty = arg.ty();
-            }
-            let record = step.expr.op().record::<F>(&types[..step.expr.args().len()]);
-            kernels.push(record.map(|r| r.kernel));
+            kernels.push(step.record::<F>().map(|r| r.kernel));
             columns.push(Column::new(step.expr.ty()));
         }
         Ok(Bound { program: self, kernels, captures, scalars, columns, q_len: env.q_len, kv_len: env.kv_len })
@@ -264,8 +267,17 @@ impl Program {
     pub fn bind_ranges<'a>(&'a self, env: &Env<'a>) -> Result<Ranges<'a>> {
         let captures = self.captures.iter().map(|d| env.capture(d)).collect::<Result<Vec<_>>>()?;
         let scalars = self.scalars.iter().map(|d| env.scalar(d)).collect::<Result<Vec<_>>>()?;
+        let functions = self.steps.iter().map(|s| s.record::<f32>().map(|r| r.range)).collect();
         let ranges = vec![Range::of(0.0, 0.0); self.steps.len()];
-        Ok(Ranges { program: self, captures, scalars, ranges, q_len: env.q_len, kv_len: env.kv_len })
+        Ok(Ranges {
+            program: self,
+            functions,
+            captures,
+            scalars,
+            ranges,
+            q_len: env.q_len,
+            kv_len: env.kv_len,
+        })
     }
 
     /// The outputs at one point, with `F` (f32 or f64) for f32. To evaluate at many points, [`Program::bind`] once.
@@ -407,6 +419,7 @@ fn gather<F: Float>(capture: &Capture, index: &[&[i32]], out: &mut Column<F>) {
 /// A [`Program`] ready for range analysis; calls do not allocate. One per thread.
 pub struct Ranges<'a> {
     program: &'a Program,
+    functions: Vec<Option<RangeFn>>,
     captures: Vec<(&'a Capture, Option<&'a dyn CaptureRanges>)>,
     scalars: Vec<Value>,
     ranges: Vec<Range>,
@@ -445,12 +458,26 @@ impl Ranges<'_> {
                         *slot = (range.lo.clamp(0.0, last) as i64, range.hi.clamp(0.0, last) as i64);
                     }
                     let index = &index[..step.args().len()];
-                    match ranges {
+                    let found = match ranges {
                         Some(ranges) => ranges.range(index),
                         None => scan(capture, index),
+                    };
+                    if step.expr.ty() == Type::F32 {
+                        range::float(found.lo, found.hi, found.nan)
+                    } else {
+                        found
                     }
                 }
-                _ => Range::all(step.expr.ty()),
+                _ => {
+                    let args = step.args();
+                    let a = self.ranges[args[0] as usize];
+                    let b = args.get(1).map_or(a, |b| self.ranges[*b as usize]);
+                    let c = args.get(2).map_or(a, |c| self.ranges[*c as usize]);
+                    match self.functions[i] {
+                        Some(function) => function(a, b, c),
+                        None => Range::all(step.expr.ty()),
+                    }
+                }
             };
         }
         self.output(0)

@@ -335,6 +335,16 @@ impl<F: Float> Column<F> {
         }
     }
 
+    /// One constant.
+    pub(crate) fn of(value: Value) -> Column<F> {
+        match Lane::of(value) {
+            Lane::F32(x) => Column::F32(vec![x]),
+            Lane::I32(x) => Column::I32(vec![x]),
+            Lane::U32(x) => Column::U32(vec![x]),
+            Lane::Bool(x) => Column::Bool(vec![x]),
+        }
+    }
+
     /// The number of values.
     pub fn len(&self) -> usize {
         match self {
