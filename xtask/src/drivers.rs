@@ -89,10 +89,11 @@ impl Driver {
         fs::write(state.join("apt.conf"), apt_settings(&state)).map_err(fail)?;
 
         let apt = |words: &str| Program::words(words).env("APT_CONFIG", state.join("apt.conf"));
-        retry(|| apt("apt-get update").run().ok)?;
+        retry(|| apt("apt-get --quiet=2 update").run().ok)?;
         let release = self.suites()[1];
-        let fetch =
-            format!("apt-get install --yes --download-only --target-release {release} mesa-vulkan-drivers");
+        let fetch = format!(
+            "apt-get --quiet=2 install --yes --download-only --target-release {release} mesa-vulkan-drivers"
+        );
         retry(|| apt(&fetch).run().ok)?;
         self.unpack_archives(&state.join("cache/archives"))?;
         self.write_runner().map_err(fail)?;

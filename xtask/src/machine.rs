@@ -116,7 +116,8 @@ fn install_packages(packages: &[&str]) -> Result<(), String> {
         return Err(format!("this machine has no apt-get; bring {} another way", packages.join(", ")));
     }
     let apt = |words: &str| {
-        let words = format!("env DEBIAN_FRONTEND=noninteractive apt-get -o Acquire::Retries=5 {words}");
+        let words =
+            format!("env DEBIAN_FRONTEND=noninteractive apt-get --quiet=2 -o Acquire::Retries=5 {words}");
         match is_root() {
             true => Program::words(&words),
             false => Program::words("sudo --non-interactive").args(words.split_whitespace()),
