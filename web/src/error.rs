@@ -57,8 +57,12 @@ impl From<Failure> for JsValue {
             (Some((which, _)), None) => (JsValue::from_str(which.name()), JsValue::UNDEFINED),
             (None, _) => (JsValue::UNDEFINED, JsValue::UNDEFINED),
         };
-        let arguments =
-            Array::of4(&JsValue::from_str(&message), &JsValue::from_str(kind(&failure.error)), &which, &position);
+        let arguments = Array::of4(
+            &JsValue::from_str(&message),
+            &JsValue::from_str(kind(&failure.error)),
+            &which,
+            &position,
+        );
         CLASS
             .with(|slot| slot.borrow().clone())
             .and_then(|class| Reflect::construct(&class, &arguments).ok())

@@ -146,7 +146,9 @@ async fn device(options: &JsValue) -> std::result::Result<GpuDevice, String> {
 async fn adapter(options: &JsValue) -> std::result::Result<GpuAdapter, String> {
     let gpu = js::field(options, "gpu")
         .or_else(|| js::field(&js::field(&js_sys::global(), "navigator")?, "gpu"))
-        .ok_or("there is no WebGPU here (navigator.gpu is missing: an older browser, or a page without https)")?
+        .ok_or(
+            "there is no WebGPU here (navigator.gpu is missing: an older browser, or a page without https)",
+        )?
         .unchecked_into::<web_sys::Gpu>();
     let fast = GpuRequestAdapterOptions::new();
     fast.set_power_preference(GpuPowerPreference::HighPerformance);
@@ -175,7 +177,8 @@ fn cpu(reason: String) -> Gpu {
     let mut profile = Profile::floor(Tier::Cpu);
     profile.adapter = "WebAssembly".into();
     profile.browser = true;
-    profile.limits = Limits { storage_binding: u64::from(u32::MAX), buffer: u64::from(u32::MAX), ..Limits::default() };
+    profile.limits =
+        Limits { storage_binding: u64::from(u32::MAX), buffer: u64::from(u32::MAX), ..Limits::default() };
     Gpu { page: Page::cpu(profile), notes: vec![reason] }
 }
 
@@ -219,7 +222,8 @@ async fn adopt(device: GpuDevice, owned: bool, forced: Option<Tier>) -> Result<G
         limits: Limits {
             storage_binding: number("maxStorageBufferBindingSize", floor.storage_binding as f64) as u64,
             buffer: number("maxBufferSize", floor.buffer as f64) as u64,
-            storage_alignment: number("minStorageBufferOffsetAlignment", floor.storage_alignment as f64) as u64,
+            storage_alignment: number("minStorageBufferOffsetAlignment", floor.storage_alignment as f64)
+                as u64,
             workgroups: number("maxComputeWorkgroupsPerDimension", floor.workgroups.into()) as u32,
             workgroup_memory: number("maxComputeWorkgroupStorageSize", floor.workgroup_memory.into()) as u32,
             invocations: number("maxComputeInvocationsPerWorkgroup", floor.invocations.into()) as u32,
@@ -258,14 +262,19 @@ async fn subgroup(gpu: &WebGpu) -> std::result::Result<(), String> {
         return Err(format!("subgroups may be as small as {min} lanes; the kernels need 8"));
     }
     let text = format!("enable subgroups;\n{}", include_str!("../../src/gpu/probe.wgsl"));
-    let seen = gpu.probe(&text, "probe", 64 * 8).await.map_err(|error| format!("the probe kernel failed: {error}"))?;
+    let seen = gpu
+        .probe(&text, "probe", 64 * 8)
+        .await
+        .map_err(|error| format!("the probe kernel failed: {error}"))?;
     for (index, lane_and_size) in (0u32..).zip(seen.chunks_exact(2)) {
         let [lane, size] = [lane_and_size[0], lane_and_size[1]];
         if size < 8 {
             return Err(format!("a subgroup of {size} lanes was met; the kernels need 8"));
         }
         if lane % 8 != index % 8 {
-            return Err(format!("invocation {index} is lane {lane}: lanes are not in the order of invocations"));
+            return Err(format!(
+                "invocation {index} is lane {lane}: lanes are not in the order of invocations"
+            ));
         }
     }
     Ok(())

@@ -83,7 +83,12 @@ pub(crate) fn wrong(name: &str, wanted: &str) -> Error {
     Error::format(format!("{name} must be {wanted}"))
 }
 
-fn typed<T>(object: &JsValue, name: &str, wanted: &str, read: impl Fn(&JsValue) -> Option<T>) -> Result<Option<T>> {
+fn typed<T>(
+    object: &JsValue,
+    name: &str,
+    wanted: &str,
+    read: impl Fn(&JsValue) -> Option<T>,
+) -> Result<Option<T>> {
     match field(object, name) {
         None => Ok(None),
         Some(value) => read(&value).map(Some).ok_or_else(|| wrong(name, wanted)),

@@ -31,7 +31,9 @@ pub fn start(error_class: Function, pause: Function) {
 
 /// Lets the page handle what is waiting, then comes back.
 pub(crate) async fn pause() {
-    let promise = PAUSE.with(|slot| slot.borrow().as_ref().and_then(|pause| pause.call0(&wasm_bindgen::JsValue::UNDEFINED).ok()));
+    let promise = PAUSE.with(|slot| {
+        slot.borrow().as_ref().and_then(|pause| pause.call0(&wasm_bindgen::JsValue::UNDEFINED).ok())
+    });
     if let Some(promise) = promise.and_then(|promise| promise.dyn_into::<Promise>().ok()) {
         // It only ever resolves.
         let _ = promise.await;

@@ -146,7 +146,9 @@ impl Buffer {
     pub(crate) fn gpu(&self) -> Result<&GpuBuffer> {
         match &*self.0 {
             Memory::Gpu { buffer, .. } => Ok(buffer),
-            Memory::Cpu(_) => Err(Error::buffer("the buffer lies in WebAssembly memory, not on a GPU device")),
+            Memory::Cpu(_) => {
+                Err(Error::buffer("the buffer lies in WebAssembly memory, not on a GPU device"))
+            }
         }
     }
 
@@ -354,7 +356,9 @@ impl Page {
                 self.check(&job.call);
                 recorded
             }
-            (Engine::Gpu(gpu), Work::Write(buffer, offset, bytes)) => gpu.write(buffer.gpu()?, *offset, bytes),
+            (Engine::Gpu(gpu), Work::Write(buffer, offset, bytes)) => {
+                gpu.write(buffer.gpu()?, *offset, bytes)
+            }
             (Engine::Cpu, Work::Run(dispatches)) => crate::cpu::run(dispatches).await,
             (Engine::Cpu, Work::Write(buffer, offset, bytes)) => {
                 store(buffer, *offset, bytes);
@@ -432,7 +436,11 @@ impl Page {
                 .zip(arrays)
                 .map(|(((_, range), (_, whole)), array)| {
                     let (from, to) = (range.start - whole.start, range.end - whole.start);
-                    if from == 0 && to == whole.end - whole.start { array } else { array.slice_with_end(from as u32, to as u32) }
+                    if from == 0 && to == whole.end - whole.start {
+                        array
+                    } else {
+                        array.slice_with_end(from as u32, to as u32)
+                    }
                 })
                 .collect())
         }

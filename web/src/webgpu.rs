@@ -105,7 +105,9 @@ impl WebGpu {
         let key = spec.key();
         self.ready(spec)?;
         let (promise, layout, label) = match self.pipelines.borrow().get(&key) {
-            Some(Pipeline::Compiling(promise, layout, label)) => (promise.clone(), layout.clone(), label.clone()),
+            Some(Pipeline::Compiling(promise, layout, label)) => {
+                (promise.clone(), layout.clone(), label.clone())
+            }
             _ => return Ok(()),
         };
         match promise.await {
@@ -129,17 +131,20 @@ impl WebGpu {
         if let Some((_, layout)) = self.layouts.borrow().iter().find(|(of, _)| of == kinds) {
             return Ok(layout.clone());
         }
-        let entries: Vec<_> = (0..).zip(kinds).map(|(binding, kind)| {
-            let buffer = GpuBufferBindingLayout::new();
-            buffer.set_type(match kind {
-                BindingKind::Read => GpuBufferBindingType::ReadOnlyStorage,
-                BindingKind::ReadWrite => GpuBufferBindingType::Storage,
-                BindingKind::Uniform => GpuBufferBindingType::Uniform,
-            });
-            let entry = GpuBindGroupLayoutEntry::new(binding, COMPUTE);
-            entry.set_buffer(&buffer);
-            entry
-        }).collect();
+        let entries: Vec<_> = (0..)
+            .zip(kinds)
+            .map(|(binding, kind)| {
+                let buffer = GpuBufferBindingLayout::new();
+                buffer.set_type(match kind {
+                    BindingKind::Read => GpuBufferBindingType::ReadOnlyStorage,
+                    BindingKind::ReadWrite => GpuBufferBindingType::Storage,
+                    BindingKind::Uniform => GpuBufferBindingType::Uniform,
+                });
+                let entry = GpuBindGroupLayoutEntry::new(binding, COMPUTE);
+                entry.set_buffer(&buffer);
+                entry
+            })
+            .collect();
         let layout = self
             .device
             .create_bind_group_layout(&GpuBindGroupLayoutDescriptor::new(&entries))
@@ -253,7 +258,8 @@ impl WebGpu {
         let staging = self.create("flexattn results", bytes.max(8), MAP_READ | COPY_DST)?;
         self.enter();
         let mut open = self.open.borrow_mut();
-        let open_now = open.get_or_insert_with(|| Open { encoder: self.device.create_command_encoder(), held: Vec::new() });
+        let open_now = open
+            .get_or_insert_with(|| Open { encoder: self.device.create_command_encoder(), held: Vec::new() });
         let mut at = 0;
         let mut parts = Vec::new();
         for (buffer, range) in ranges {
@@ -324,7 +330,8 @@ impl Staged {
     pub(crate) async fn arrays(self) -> std::result::Result<Vec<ArrayBuffer>, JsValue> {
         self.mapped.await?;
         let all = self.staging.get_mapped_range()?;
-        let parts = self.parts.iter().map(|part| all.slice_with_end(part.start as u32, part.end as u32)).collect();
+        let parts =
+            self.parts.iter().map(|part| all.slice_with_end(part.start as u32, part.end as u32)).collect();
         self.staging.unmap();
         self.staging.destroy();
         Ok(parts)

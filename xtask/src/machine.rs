@@ -26,6 +26,8 @@ pub(crate) enum Need {
     /// The npm packages of `web`, by its lockfile.
     WebPackages,
     Typos,
+    /// Apple's Metal compiler: only a Mac has it.
+    MetalCompiler,
 }
 
 use Need::*;
@@ -46,12 +48,17 @@ impl Need {
             Dawn => Path::new("tests/tint/node_modules/webgpu/package.json").is_file(),
             WebPackages => Path::new("web/node_modules/.package-lock.json").is_file(),
             Typos => typos().is_some(),
+            MetalCompiler => Program::words("xcrun --find metal").run_quietly().ok,
         }
     }
 
-    /// Whether the machine can have it at all: software drivers are for Linux.
-    pub(crate) fn applies(self) -> bool {
-        !matches!(self, Mesa25 | Mesa26) || cfg!(target_os = "linux")
+    /// Whether the machine can have it at all.
+    fn applies(self) -> bool {
+        match self {
+            Mesa25 | Mesa26 => cfg!(target_os = "linux"),
+            MetalCompiler => cfg!(target_os = "macos"),
+            _ => true,
+        }
     }
 
     /// What a person is told to bring.
@@ -70,6 +77,7 @@ impl Need {
             Dawn => "the npm packages of tests/tint (npm ci)",
             WebPackages => "the npm packages of web (npm ci)",
             Typos => "typos (pip: typos)",
+            MetalCompiler => "a Mac with Xcode's Metal compiler (xcrun metal)",
         }
     }
 
@@ -81,7 +89,7 @@ impl Need {
             DarwinStd => &["rustc-web", "cargo-web", "rust-web-src"],
             Node => &["nodejs", "npm"],
             Chromium => &["chromium", "fonts-dejavu-core"],
-            Mesa26 | Mesa25 | Dawn | WebPackages | Typos => &[],
+            Mesa26 | Mesa25 | Dawn | WebPackages | Typos | MetalCompiler => &[],
         }
     }
 }
@@ -103,7 +111,9 @@ pub(crate) fn install(needs: &[Need]) {
             Dawn => install_npm("tests/tint"),
             WebPackages => install_npm("web"),
             Typos => install_typos(),
-            Vulkan | Clang | WasmStd | DarwinStd | Node | Chromium => Err("still missing".to_owned()),
+            Vulkan | Clang | WasmStd | DarwinStd | Node | Chromium | MetalCompiler => {
+                Err("still missing".to_owned())
+            }
         };
         if let Err(why) = brought {
             println!("cannot install {}: {why}", need.what());

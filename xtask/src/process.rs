@@ -30,6 +30,10 @@ impl Program {
         let text = name.as_ref().to_string_lossy().into_owned();
         let mut command = Command::new(name);
         command.stdin(Stdio::null());
+        if std::env::var_os("XDG_RUNTIME_DIR").is_none() {
+            // Vulkan drivers look here for a display and complain on every start when it is not set.
+            command.env("XDG_RUNTIME_DIR", std::env::temp_dir());
+        }
         Program { command, text }
     }
 

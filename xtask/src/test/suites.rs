@@ -164,6 +164,28 @@ fn darwin() -> Outcome {
     all([cargo_for("aarch64-apple-darwin", "check").args(["--package", "flexattn", "--lib"])])
 }
 
+fn metal_compiler() -> Outcome {
+    let files =
+        std::fs::read_dir("tests/snapshots/msl").into_iter().flatten().flatten().map(|entry| entry.path());
+    let mut files: Vec<_> =
+        files.filter(|path| path.extension().is_some_and(|ending| ending == "metal")).collect();
+    files.sort();
+    let compile =
+        |file| Program::words("xcrun -sdk macosx metal -Wall -Werror -c").arg(file).args(["-o", "/dev/null"]);
+    let mut counts = Counts::default();
+    for file in files {
+        match compile(file).run().ok {
+            true => counts.passed += 1,
+            false => counts.failed += 1,
+        }
+    }
+    match counts {
+        Counts { passed: 0, failed: 0, .. } => Outcome::Failed(counts, "there are no snapshots".to_owned()),
+        Counts { failed: 0, .. } => Outcome::Passed(counts),
+        Counts { failed, .. } => Outcome::Failed(counts, format!("{failed} files do not compile")),
+    }
+}
+
 fn wasm() -> Outcome {
     all([cargo_for("wasm32-unknown-unknown", "check").args(["--package", "flexattn", "--lib"])])
 }
