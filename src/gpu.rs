@@ -467,7 +467,7 @@ impl Runtime for Gpu {
         }
     }
 
-    fn constant(&self, key: u128, label: &str, bytes: &[u8]) -> Result<Buffer> {
+    fn constant(&self, key: u128, label: &str, bytes: impl FnOnce() -> Vec<u8>) -> Result<Buffer> {
         Ok(Buffer(match &self.0.engine {
             Engine::Wgpu(device) => Memory::Wgpu(device.constant(key, label, bytes)?),
             Engine::Cpu(cpu) => Memory::Cpu(cpu.constant(key, label, bytes)?),

@@ -14,6 +14,8 @@ mod table;
 
 use xxhash_rust::xxh3::xxh3_128;
 
+use crate::expr::Expr;
+use crate::lower::{self, Layout, Mods};
 use crate::{DType, Error, Result};
 
 pub use files::{MSL_FILES, WGSL_FILES};
@@ -141,11 +143,10 @@ pub struct KernelSpec {
     pub aligned: bool,
     /// q, k or v lies in the buffer that out lies in, so all of them are bound `read_write`.
     pub pooled: bool,
-    /// vec4 of `info` that follow the parameters: two per captured tensor, one per four scalars.
-    pub info: u32,
-    /// Texts of the mods by slot: `captures`, `row`, `score_mod`, `mask_mod`, `score_grad`. What is
-    /// absent stays the identity, or all-true.
-    pub slots: Vec<(&'static str, String)>,
+    /// The expressions that fill the slots; what is absent stays the identity, or all-true.
+    pub mods: Mods,
+    /// The order of the captured tensors and scalars that they read.
+    pub layout: Layout,
 }
 
 impl KernelSpec {
@@ -171,8 +172,8 @@ impl KernelSpec {
             tile: Tile::choose(kernel, dtype, head_dim, v_dim, workgroup_memory)?,
             aligned: head_dim % 4 == 0 && v_dim % 4 == 0,
             pooled: false,
-            info: 0,
-            slots: Vec::new(),
+            mods: Mods::default(),
+            layout: Layout::default(),
         })
     }
 
@@ -192,12 +193,18 @@ impl KernelSpec {
         format!("{}-{}{access}{pooled}-{dims}-{}", self.kernel.entry(), self.dtype.name(), self.tile)
     }
 
-    /// Identifies the variant, the same in every process and release: equal keys, equal text.
+    /// Identifies the variant, the same in every process and release: equal keys, equal text. Made
+    /// from the expressions' hashes, so no text is generated for it.
     pub fn key(&self) -> u128 {
-        let mut content = format!("{}\0{}", self.label(), self.info);
-        for (slot, text) in &self.slots {
-            content += &format!("\0{slot}\0{text}");
-        }
+        let hash = |expr: &Option<Expr>| expr.as_ref().map(Expr::hash);
+        let Mods { score, mask, grad, captured } = &self.mods;
+        let content = format!(
+            "{}\0{:?}\0{:?}\0{grad}\0{captured:?}\0{:?}",
+            self.label(),
+            hash(score),
+            hash(mask),
+            self.layout
+        );
         xxh3_128(content.as_bytes())
     }
 
@@ -276,8 +283,8 @@ impl KernelSpec {
         for (name, value) in self.constants() {
             fill.constant(name, &value.to_string())?;
         }
-        for (slot, text) in &self.slots {
-            fill.slot(slot, text)?;
+        for (slot, text) in lower::slots(&self.mods, &self.layout, language)? {
+            fill.slot(slot, &text)?;
         }
         Ok(fill.finish())
     }
@@ -307,8 +314,7 @@ impl KernelSpec {
     fn constants(&self) -> Vec<(&'static str, u32)> {
         match self.kernel {
             Kernel::Forward => vec![
-                // WGSL has no arrays of length 0.
-                ("INFO", self.info.max(1)),
+                ("INFO", self.layout.info_len() as u32),
                 ("HEAD_DIM", self.head_dim),
                 ("V_DIM", self.v_dim),
                 ("ROWS", self.tile.rows),
@@ -320,7 +326,7 @@ impl KernelSpec {
             | Kernel::CapturedRows
             | Kernel::CapturedColumns
             | Kernel::CapturedScatter => vec![
-                ("INFO", self.info.max(1)),
+                ("INFO", self.layout.info_len() as u32),
                 ("HEAD_DIM", self.head_dim),
                 ("V_DIM", self.v_dim),
                 ("CHUNK", self.tile.chunk),
@@ -351,8 +357,8 @@ pub fn all_specs() -> Vec<KernelSpec> {
                         tile: row.tile,
                         aligned,
                         pooled,
-                        info: 0,
-                        slots: Vec::new(),
+                        mods: Mods::default(),
+                        layout: Layout::default(),
                     });
                 }
             }

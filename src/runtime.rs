@@ -6,6 +6,7 @@
 //! one too: it gets kernel text from `KernelSpec::text`, and buffers and numbers from [`Dispatch`].
 
 use crate::error::{Error, Result};
+use crate::expr::DeviceHandle;
 use crate::kernels::KernelSpec;
 use std::fmt;
 use std::future::Future;
@@ -171,6 +172,16 @@ pub struct Dispatch<B> {
     pub grid: [u32; 3],
 }
 
+/// Where the values of a captured tensor lie on a device: what a
+/// [`DeviceHandle`] of [`CaptureData::Device`](crate::expr::CaptureData::Device) holds.
+#[derive(Clone, Debug)]
+pub struct Resident {
+    /// The runtime's buffer.
+    pub buffer: DeviceHandle,
+    /// The first element.
+    pub first: u32,
+}
+
 /// Something that runs kernels. Cloning one is cheap and gives a handle to the same machine.
 ///
 /// The Gpu of a native program is `Send + Sync`; the trait asks for neither, because a page's
@@ -201,15 +212,17 @@ pub trait Runtime: Clone {
     fn write(&self, buffer: &Self::Buffer, offset: u64, bytes: &[u8]) -> Result<()>;
 
     /// A read-only buffer with this content, from a cache when `key` (a hash of the content) was
-    /// seen before. The cache is bounded; what it drops lives on while somebody holds it.
+    /// seen before; only otherwise is `bytes` called. The cache is bounded; what it drops lives on
+    /// while somebody holds it.
     ///
     /// # Errors
     ///
     /// As [`Runtime::create`].
-    fn constant(&self, key: u128, label: &str, bytes: &[u8]) -> Result<Self::Buffer> {
+    fn constant(&self, key: u128, label: &str, bytes: impl FnOnce() -> Vec<u8>) -> Result<Self::Buffer> {
         let _ = key;
+        let bytes = bytes();
         let buffer = self.create(label, bytes.len() as u64, Usage::Constant)?;
-        self.write(&buffer, 0, bytes)?;
+        self.write(&buffer, 0, &bytes)?;
         Ok(buffer)
     }
 

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 
 use flexattn::DType;
+use flexattn::expr::{Expr, Input};
 use flexattn::kernels::{
     Fill, Kernel, KernelSpec, Language, MSL_FILES, Params, TILES, Tile, WGSL_FILES, all_specs,
 };
@@ -131,7 +132,7 @@ fn keys_differ_between_variants() {
     assert_eq!(keys.len(), all_specs().len());
     let mut spec = KernelSpec::new(Kernel::Forward, DType::F32, 64, 64, 16 << 10).unwrap();
     let plain = spec.key();
-    spec.slots.push(("score_mod", "fn score_mod() {}".into()));
+    spec.mods.score = Some(Expr::input(Input::Score));
     assert_ne!(spec.key(), plain);
 }
 

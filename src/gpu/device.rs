@@ -295,12 +295,13 @@ impl Device {
         error.map_or(Ok(()), |error| Err(Error::buffer(format!("the buffer cannot be written: {error}"))))
     }
 
-    pub(super) fn constant(&self, key: u128, label: &str, bytes: &[u8]) -> Result<Buffer> {
+    pub(super) fn constant(&self, key: u128, label: &str, bytes: impl FnOnce() -> Vec<u8>) -> Result<Buffer> {
         if let Some(buffer) = lock(&self.constants).get(key) {
             return Ok(buffer);
         }
+        let bytes = bytes();
         let buffer = self.create(label, bytes.len() as u64, Usage::Constant)?;
-        self.write(&buffer, 0, bytes)?;
+        self.write(&buffer, 0, &bytes)?;
         lock(&self.constants).insert(key, buffer.clone(), buffer.size());
         Ok(buffer)
     }

@@ -549,13 +549,13 @@ impl Runtime for Page {
         }
     }
 
-    fn constant(&self, key: u128, label: &str, bytes: &[u8]) -> Result<Buffer> {
+    fn constant(&self, key: u128, label: &str, bytes: impl FnOnce() -> Vec<u8>) -> Result<Buffer> {
         if let Some(buffer) = self.0.constants.borrow_mut().get(key) {
             return Ok(buffer);
         }
-        let buffer = self.create(label, bytes.len() as u64, Usage::Constant)?;
-        let mut whole = bytes.to_vec();
-        whole.resize(bytes.len().next_multiple_of(4), 0);
+        let mut whole = bytes();
+        whole.resize(whole.len().next_multiple_of(4), 0);
+        let buffer = self.create(label, whole.len() as u64, Usage::Constant)?;
         // Nobody else has the buffer yet: no need to wait behind the queue.
         match &self.0.engine {
             Engine::Gpu(gpu) => gpu.write(buffer.gpu()?, 0, &whole)?,

@@ -1,0 +1,529 @@
+//! From a call to launches: which kernels, which bytes of which buffers, which parameters, which grid.
+//!
+//! A [`Plan`] is pure data. It is made without a GPU, for any [`Profile`], and holds nothing of a
+//! runtime; [`Plan::dispatches`] turns it into launches once buffers are there. Three rules shape it:
+//!
+//! - What may change from call to call (lengths, strides, scale, offsets, captured values, scalars) is
+//!   parameters, never kernel text. The one exception is the alignment class of the tensors.
+//! - A binding is at most as long as the device allows. Larger tensors are bound window by window:
+//!   the launches then cover ranges of batch entries, heads or query rows, and views of tensors count
+//!   from the window's start (in wrapping u32, so kernels keep their absolute indices).
+//! - A submit stays under about half a second of work, since operating systems and browsers end
+//!   longer ones.
+
+mod captures;
+mod lists;
+mod split;
+
+use crate::error::{Error, Result};
+use crate::expr::{MaskMod, ScoreMod};
+use crate::kernels::{F16, Kernel, KernelSpec, NONE, Params, Tile};
+use crate::runtime::{Binding, Dispatch, Profile, Runtime, Tier, Usage};
+use crate::shape::{AttentionShape, DType, Layout};
+use crate::{BlockMask, lower};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// A forward call without its buffers.
+#[derive(Clone, Debug)]
+pub struct Forward<'a> {
+    /// The sizes.
+    pub shape: AttentionShape,
+    /// Element type of q, k, v and out.
+    pub dtype: DType,
+    /// q `[B, Hq, L, E]`.
+    pub q: Operand,
+    /// k `[Bkv, Hkv, S, E]`.
+    pub k: Operand,
+    /// v `[Bkv, Hkv, S, Ev]`.
+    pub v: Operand,
+    /// out `[B, Hq, L, Ev]`.
+    pub out: Operand,
+    /// out lies in a buffer that q, k or v lies in too.
+    pub pooled: bool,
+    /// Factor of dot(q, k).
+    pub scale: f32,
+    /// Position of query row 0 of each batch entry.
+    pub q_offset: &'a [i32],
+    /// Keys that count, of each batch entry; at most S.
+    pub kv_len: &'a [u32],
+    /// One attention sink per query head.
+    pub sinks: Option<&'a [f32]>,
+    /// Which pairs are kept.
+    pub mask: Option<&'a MaskMod>,
+    /// How scores change.
+    pub score: Option<&'a ScoreMod>,
+    /// Lists to use instead of those built from `mask`.
+    pub block_mask: Option<&'a Arc<BlockMask>>,
+    /// Whether the log-sum-exp of each row is wanted.
+    pub lse: bool,
+    /// Whether the maximum of each row is wanted.
+    pub max: bool,
+}
+
+/// A tensor's place, and the size of the buffer that it lies in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Operand {
+    /// Where the elements lie.
+    pub layout: Layout,
+    /// Bytes of the buffer.
+    pub buffer: u64,
+}
+
+/// What a runtime has to do for one call.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// The launches, in order.
+    pub passes: Vec<Pass>,
+    /// Read-only buffers, with their content.
+    pub constants: Vec<Constant>,
+    /// Buffers for values that live within the call.
+    pub scratch: Vec<Scratch>,
+    /// Elements of the statistics buffer: lse `[B, Hq, L]`, then max `[B, Hq, L]`, as far as wanted.
+    pub stats: u64,
+}
+
+/// One launch.
+#[derive(Clone, Debug)]
+pub struct Pass {
+    /// The kernel.
+    pub spec: Arc<KernelSpec>,
+    /// What its storage bindings are, in order.
+    pub slots: Vec<Slot>,
+    /// Its uniform block.
+    pub params: Vec<u8>,
+    /// Workgroups along x, y, z.
+    pub grid: [u32; 3],
+    /// Estimated work, in multiply-adds.
+    pub work: f64,
+}
+
+/// A range of a buffer of the call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Slot {
+    /// Which buffer.
+    pub source: Source,
+    /// First byte.
+    pub offset: u64,
+    /// Bytes; 0 for all of the buffer.
+    pub size: u64,
+}
+
+/// The buffers of a call.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub enum Source {
+    /// A tensor of the call.
+    Tensor(Role),
+    /// The statistics that the call returns.
+    Stats,
+    /// One of [`Plan::constants`].
+    Constant(usize),
+    /// One of [`Plan::scratch`].
+    Scratch(usize),
+    /// A captured tensor that lives on the device, by name.
+    Capture(Arc<str>),
+    /// Nothing that the kernel reads.
+    Unread,
+    /// Nothing that the kernel writes.
+    Unwritten,
+}
+
+/// What a tensor is to the call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Role {
+    /// Queries.
+    Q,
+    /// Keys.
+    K,
+    /// Values.
+    V,
+    /// The result.
+    Out,
+}
+
+/// A read-only buffer and its content.
+#[derive(Clone, Debug)]
+pub struct Constant {
+    /// What it is, for labels.
+    pub label: &'static str,
+    /// A hash of the content.
+    pub key: u128,
+    /// The words, in pieces that follow each other.
+    pub parts: Vec<Arc<[u32]>>,
+}
+
+/// A buffer for values that live within one call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Scratch {
+    /// What it is; calls share scratch of one label.
+    pub label: &'static str,
+    /// Bytes.
+    pub bytes: u64,
+}
+
+impl Slot {
+    fn whole(source: Source) -> Self {
+        Self { source, offset: 0, size: 0 }
+    }
+}
+
+/// What calls of one [`Attention`](crate::Attention) share: kernels, block lists, packed captures.
+/// Bounded, and thread-safe.
+#[derive(Debug, Default)]
+pub struct Cache {
+    specs: Mutex<HashMap<SpecKey, Arc<KernelSpec>>>,
+    lists: Mutex<lists::Cache>,
+    captures: Mutex<captures::Cache>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Cache {
+    /// Kernels, block lists and packed captures held, for tests and reports.
+    pub fn held(&self) -> [usize; 3] {
+        [lock(&self.specs).len(), lock(&self.lists).len(), lock(&self.captures).len()]
+    }
+}
+
+/// What decides a kernel's text.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct SpecKey {
+    kernel: Kernel,
+    dtype: DType,
+    f16: F16,
+    dims: [u32; 2],
+    tile: Tile,
+    aligned: bool,
+    pooled: bool,
+    score: Option<u128>,
+    mask: Option<u128>,
+    large: Option<String>,
+}
+
+/// Plans a forward call.
+///
+/// # Errors
+///
+/// [`Error::Shape`], [`Error::Capture`], [`Error::Overflow`], [`Error::Limit`] and
+/// [`Error::Unsupported`], each naming what the call has and what it may have.
+pub fn forward(call: &Forward<'_>, profile: &Profile, cache: &Cache) -> Result<Plan> {
+    call.check()?;
+    let shape = &call.shape;
+    let mods = captures::Mods::new(call.mask, call.score)?;
+    let packed = lock(&cache.captures).pack(&mods)?;
+    let lists = lists::of(call, cache)?;
+    let kernel = forward_kernel(profile.tier);
+    let spec = cache.spec(call, &mods, kernel, profile)?;
+
+    let mut constants = Vec::new();
+    let (tables, places) = lists.with_tail(call, shape);
+    constants.push(tables);
+    let captures = packed.constant.clone().map(|constant| {
+        constants.push(constant);
+        Source::Constant(constants.len() - 1)
+    });
+
+    let rows = shape.rows() as u64;
+    let lse_at = if call.lse { 0 } else { NONE };
+    let max_at = if !call.max { NONE } else { if call.lse { rows as u32 } else { 0 } };
+    let stats = rows * (u64::from(call.lse) + u64::from(call.max));
+
+    let tile_q = spec.tile_q();
+    let tiles = (shape.q_len as u64).div_ceil(u64::from(tile_q));
+    let groups = u32::try_from(tiles * shape.q_heads as u64 * shape.batch as u64).map_err(|_| {
+        Error::overflow(format!(
+            "q_len {} in tiles of {tile_q}, {} heads and batch {} make more than 2^32 workgroups; split the call by batch",
+            shape.q_len, shape.q_heads, shape.batch
+        ))
+    })?;
+
+    let base = Params {
+        batch: shape.batch as u32,
+        q_heads: shape.q_heads as u32,
+        kv_heads: shape.kv_heads as u32,
+        group: shape.group() as u32,
+        q_len: shape.q_len as u32,
+        kv_len: shape.kv_len as u32,
+        q_blocks: shape.q_blocks() as u32,
+        kv_blocks: shape.kv_blocks() as u32,
+        mask_batch: lists.mask_batch,
+        mask_heads: lists.mask_heads,
+        lists: lists.lists,
+        lists_t: lists.lists_t,
+        q_offset_at: places.q_offset,
+        kv_len_at: places.kv_len,
+        sinks_at: places.sinks,
+        lse_at,
+        max_at,
+        delta_at: NONE,
+        dlse_at: NONE,
+        scale: call.scale,
+        ..Params::default()
+    };
+    let info = packed.info(&mods)?;
+
+    let work = lists.pairs(shape) * (shape.head_dim + shape.v_dim) as f64;
+    let cutter = split::Cutter { call, profile, tiles: tiles as u32, tile_q, groups, work };
+    let mut passes = Vec::new();
+    for piece in cutter.pieces()? {
+        let mut params = Params { groups: piece.end, first_group: piece.first, ..base };
+        let grid = fold(piece.end - piece.first, profile.limits.workgroups)?;
+        params.fold = grid[0];
+        let mut slots = Vec::with_capacity(8);
+        for (role, view) in [
+            (Role::Q, &mut params.q),
+            (Role::K, &mut params.k),
+            (Role::V, &mut params.v),
+            (Role::Out, &mut params.out),
+        ] {
+            let (slot, placed) = piece.window(role);
+            *view = placed;
+            slots.push(slot);
+        }
+        slots.push(Slot::whole(if stats > 0 { Source::Stats } else { Source::Unwritten }));
+        slots.push(Slot::whole(Source::Constant(0)));
+        slots.push(Slot::whole(captures.clone().unwrap_or(Source::Unread)));
+        slots.push(Slot::whole(packed.large.clone().map_or(Source::Unread, Source::Capture)));
+        let mut bytes = bytemuck::bytes_of(&params).to_vec();
+        bytes.extend_from_slice(bytemuck::cast_slice(&info));
+        passes.push(Pass { spec: spec.clone(), slots, params: bytes, grid, work: piece.work });
+    }
+    Ok(Plan { passes, constants, scratch: Vec::new(), stats })
+}
+
+/// The forward kernel of a tier.
+fn forward_kernel(tier: Tier) -> Kernel {
+    match tier {
+        Tier::Metal | Tier::CoopMatrix | Tier::Subgroup | Tier::Portable | Tier::Cpu => Kernel::Forward,
+    }
+}
+
+/// `groups` workgroups as a grid of at most `limit` a side.
+fn fold(groups: u32, limit: u32) -> Result<[u32; 3]> {
+    let limit = limit.max(1);
+    let x = groups.min(limit);
+    let y = groups.div_ceil(x.max(1));
+    if y > limit {
+        return Err(Error::Limit {
+            what: format!("{groups} workgroups"),
+            limit: "maxComputeWorkgroupsPerDimension",
+            needed: y.into(),
+            available: limit.into(),
+            remedy: "split the call by batch or head".into(),
+        });
+    }
+    Ok([x, y, 1])
+}
+
+impl Forward<'_> {
+    fn check(&self) -> Result<()> {
+        let shape = &self.shape;
+        shape.check_out(&self.out.layout)?;
+        for (name, operand) in [("q", &self.q), ("k", &self.k), ("v", &self.v), ("out", &self.out)] {
+            operand.layout.check_buffer(name, self.dtype, operand.buffer)?;
+        }
+        if !self.scale.is_finite() {
+            return Err(Error::shape(format!("scale is {} but must be finite", self.scale)));
+        }
+        if self.q_offset.len() != shape.batch || self.kv_len.len() != shape.batch {
+            return Err(Error::shape(format!(
+                "there are {} q_offset and {} kv_len but batch is {}; give one for each batch entry, or one for all",
+                self.q_offset.len(),
+                self.kv_len.len(),
+                shape.batch
+            )));
+        }
+        for (b, &kv_len) in self.kv_len.iter().enumerate() {
+            if kv_len as usize > shape.kv_len {
+                return Err(Error::shape(format!(
+                    "kv_len of batch entry {b} is {kv_len} but k has {} rows; it must be at most that",
+                    shape.kv_len
+                )));
+            }
+        }
+        for &offset in self.q_offset {
+            if offset.checked_add(shape.q_len as i32).is_none() {
+                return Err(Error::overflow(format!(
+                    "q_offset {offset} plus q_len {} is past i32, which masks see positions as; use smaller offsets",
+                    shape.q_len
+                )));
+            }
+        }
+        if let Some(sinks) = self.sinks
+            && sinks.len() != shape.q_heads
+        {
+            return Err(Error::shape(format!(
+                "there are {} sinks but q_heads is {}; give one for each query head",
+                sinks.len(),
+                shape.q_heads
+            )));
+        }
+        Ok(())
+    }
+
+    /// Every offset and stride that is used, and both dims, are multiples of 4 elements.
+    fn aligned(&self) -> bool {
+        let places = [&self.q, &self.k, &self.v, &self.out].into_iter().all(|operand| {
+            let layout = &operand.layout;
+            let used = layout.shape.iter().zip(&layout.strides).take(3).filter(|&(&size, _)| size > 1);
+            layout.offset % 4 == 0 && used.map(|(_, stride)| stride).all(|stride| stride % 4 == 0)
+        });
+        places && self.shape.head_dim % 4 == 0 && self.shape.v_dim % 4 == 0
+    }
+
+    fn operand(&self, role: Role) -> &Operand {
+        match role {
+            Role::Q => &self.q,
+            Role::K => &self.k,
+            Role::V => &self.v,
+            Role::Out => &self.out,
+        }
+    }
+}
+
+impl Cache {
+    const MAX_SPECS: usize = 64;
+
+    fn spec(
+        &self,
+        call: &Forward<'_>,
+        mods: &captures::Mods<'_>,
+        kernel: Kernel,
+        profile: &Profile,
+    ) -> Result<Arc<KernelSpec>> {
+        let dims = [call.shape.head_dim as u32, call.shape.v_dim as u32];
+        let aligned = call.aligned();
+        // On the CPU behind a GPU interface, unpacking words beats 16-bit loads (measured: 1.6x).
+        let native = profile.f16 && call.dtype == DType::F16 && aligned && !profile.software;
+        let key = SpecKey {
+            kernel,
+            dtype: call.dtype,
+            f16: if native { F16::Native } else { F16::Packed },
+            dims,
+            tile: Tile::choose(kernel, call.dtype, dims[0], dims[1], profile.limits.workgroup_memory)?,
+            aligned,
+            pooled: call.pooled,
+            score: call.score.map(ScoreMod::hash),
+            mask: call.mask.map(MaskMod::hash),
+            large: mods.large.as_deref().map(str::to_owned),
+        };
+        let mut specs = lock(&self.specs);
+        if let Some(found) = specs.get(&key) {
+            return Ok(found.clone());
+        }
+        let spec = Arc::new(KernelSpec {
+            kernel,
+            dtype: key.dtype,
+            f16: key.f16,
+            head_dim: dims[0],
+            v_dim: dims[1],
+            tile: key.tile,
+            aligned,
+            pooled: key.pooled,
+            mods: lower::Mods {
+                score: call.score.map(|score| score.expr().clone()),
+                mask: call.mask.map(|mask| mask.expr().clone()),
+                ..lower::Mods::default()
+            },
+            layout: mods.layout.clone(),
+        });
+        if specs.len() >= Self::MAX_SPECS {
+            specs.clear();
+        }
+        specs.insert(key, spec.clone());
+        Ok(spec)
+    }
+}
+
+impl Plan {
+    /// Multiply-adds of one submit at most: about half a second on a slow device of the kind.
+    pub fn budget(profile: &Profile) -> f64 {
+        if profile.software || profile.tier == Tier::Cpu { 1e9 } else { 3e10 }
+    }
+
+    /// Estimated work of the whole call, in multiply-adds.
+    pub fn work(&self) -> f64 {
+        self.passes.iter().map(|pass| pass.work).sum()
+    }
+
+    /// The launches on the runtime's buffers, one list a submit. `tensor` and `capture` give the
+    /// buffers of the call, `stats` is the statistics buffer.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Runtime::create`].
+    pub fn dispatches<R: Runtime>(
+        &self,
+        runtime: &R,
+        tensor: impl Fn(Role) -> R::Buffer,
+        stats: Option<&R::Buffer>,
+        capture: impl Fn(&str) -> Result<R::Buffer>,
+    ) -> Result<Vec<Vec<Dispatch<R::Buffer>>>> {
+        let constants = self
+            .constants
+            .iter()
+            .map(|constant| {
+                runtime.constant(constant.key, constant.label, || {
+                    constant.parts.iter().flat_map(|part| bytemuck::cast_slice::<u32, u8>(part)).copied().collect()
+                })
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let scratch = self
+            .scratch
+            .iter()
+            .map(|scratch| runtime.scratch(scratch.label, scratch.bytes))
+            .collect::<Result<Vec<_>>>()?;
+        let budget = Self::budget(runtime.profile());
+        let mut submits = Vec::new();
+        let mut submit = Vec::new();
+        let mut work = 0.0;
+        for pass in &self.passes {
+            if !submit.is_empty() && work + pass.work > budget {
+                submits.push(std::mem::take(&mut submit));
+                work = 0.0;
+            }
+            work += pass.work;
+            let mut bindings = Vec::with_capacity(pass.slots.len());
+            for slot in &pass.slots {
+                let buffer = match &slot.source {
+                    Source::Tensor(role) => tensor(*role),
+                    Source::Stats => match stats {
+                        Some(stats) => stats.clone(),
+                        None => runtime.scratch("unwritten", 16)?,
+                    },
+                    Source::Constant(at) => constants[*at].clone(),
+                    Source::Scratch(at) => scratch[*at].clone(),
+                    Source::Capture(name) => capture(name)?,
+                    Source::Unread => runtime.constant(0, "unread", || vec![0; 16])?,
+                    Source::Unwritten => runtime.scratch("unwritten", 16)?,
+                };
+                let size = if slot.size == 0 { runtime.size(&buffer) - slot.offset } else { slot.size };
+                bindings.push(Binding { buffer, offset: slot.offset, size });
+            }
+            submit.push(Dispatch {
+                spec: pass.spec.clone(),
+                bindings,
+                params: pass.params.clone(),
+                grid: pass.grid,
+            });
+        }
+        if !submit.is_empty() {
+            submits.push(submit);
+        }
+        Ok(submits)
+    }
+
+    /// The statistics buffer that the call writes.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Runtime::create`].
+    pub fn create_stats<R: Runtime>(&self, runtime: &R) -> Result<Option<R::Buffer>> {
+        if self.stats == 0 {
+            return Ok(None);
+        }
+        runtime.create("lse and max", 4 * self.stats, Usage::Tensor).map(Some)
+    }
+}

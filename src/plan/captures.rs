@@ -1,0 +1,189 @@
+//! The captured tensors and scalars of a call: joined from mask and score mod, hashed, packed.
+
+use super::Constant;
+use crate::error::{Error, Result};
+use crate::expr::{Capture, CaptureData, MaskMod, Scalar, ScoreMod};
+use crate::lower::Layout;
+use crate::runtime::Resident;
+use std::sync::Arc;
+use xxhash_rust::xxh3::{Xxh3, xxh3_128};
+
+/// What the mods of a call read.
+pub(super) struct Mods<'a> {
+    pub(super) layout: Layout,
+    pub(super) captures: Vec<&'a Capture>,
+    pub(super) scalars: Vec<Scalar>,
+    /// The captured tensor that lives on the device, bound in place.
+    pub(super) large: Option<Arc<str>>,
+}
+
+impl<'a> Mods<'a> {
+    pub(super) fn new(mask: Option<&'a MaskMod>, score: Option<&'a ScoreMod>) -> Result<Self> {
+        let mut captures: Vec<&'a Capture> = Vec::new();
+        let mut scalars: Vec<Scalar> = Vec::new();
+        mask.map_or(Ok(()), MaskMod::check)?;
+        score.map_or(Ok(()), ScoreMod::check)?;
+        let read = mask.map_or(&[][..], MaskMod::captures).iter().chain(score.map_or(&[][..], ScoreMod::captures));
+        for capture in read {
+            match captures.iter().find(|known| known.name() == capture.name()) {
+                None => captures.push(capture),
+                Some(known) if known.same(capture) => {}
+                Some(known) if alike(known, capture) => {}
+                Some(_) => {
+                    return Err(Error::capture(
+                        capture.name(),
+                        "the mask_mod and the score_mod capture different tensors of this name; rename one",
+                    ));
+                }
+            }
+        }
+        let read = mask.map_or(&[][..], MaskMod::scalars).iter().chain(score.map_or(&[][..], ScoreMod::scalars));
+        for scalar in read {
+            match scalars.iter().find(|known| known.name() == scalar.name()) {
+                None => scalars.push(scalar.clone()),
+                Some(known) if known == scalar => {}
+                Some(_) => {
+                    return Err(Error::capture(
+                        scalar.name(),
+                        "the mask_mod and the score_mod have different values of this scalar; rename one",
+                    ));
+                }
+            }
+        }
+        let mut on_device = captures.iter().filter(|capture| resident(capture).is_some());
+        let large: Option<Arc<str>> = on_device.next().map(|capture| capture.name().into());
+        if let Some(second) = on_device.next() {
+            return Err(Error::capture(
+                second.name(),
+                format!(
+                    "it lives on the device and so does `{}`, but a call binds one such tensor; keep the others in host memory",
+                    large.as_deref().unwrap_or_default()
+                ),
+            ));
+        }
+        let exprs = mask.map(MaskMod::expr).into_iter().chain(score.map(ScoreMod::expr));
+        let layout = Layout::new(exprs, large.as_deref());
+        Ok(Self { layout, captures, scalars, large })
+    }
+
+    fn owned(&self) -> Vec<Capture> {
+        self.captures.iter().map(|&capture| capture.clone()).collect()
+    }
+}
+
+/// The device's part of a captured tensor.
+pub(super) fn resident(capture: &Capture) -> Option<&Resident> {
+    match capture.data() {
+        CaptureData::Device(handle) => handle.get::<Resident>(),
+        _ => None,
+    }
+}
+
+/// The same content in different memory.
+fn alike(a: &Capture, b: &Capture) -> bool {
+    a.decl() == b.decl()
+        && a.shape() == b.shape()
+        && match (host_bytes(a), host_bytes(b)) {
+            (Some(a), Some(b)) => a == b,
+            _ => false,
+        }
+}
+
+fn host_bytes(capture: &Capture) -> Option<&[u8]> {
+    Some(match capture.data() {
+        CaptureData::F32(values) => bytemuck::cast_slice(values),
+        CaptureData::F16(values) => bytemuck::cast_slice(values),
+        CaptureData::BF16(values) => bytemuck::cast_slice(values),
+        CaptureData::I32(values) => bytemuck::cast_slice(values),
+        CaptureData::U32(values) => bytemuck::cast_slice(values),
+        CaptureData::Bool(values) => bytemuck::cast_slice(values),
+        CaptureData::Device(_) => return None,
+    })
+}
+
+/// Host captures as the words of a buffer.
+#[derive(Clone)]
+pub(super) struct Packed {
+    /// None when no capture is in host memory.
+    pub(super) constant: Option<Constant>,
+    /// The capture bound in place.
+    pub(super) large: Option<Arc<str>>,
+    large_at: u32,
+}
+
+impl Packed {
+    /// The words after the parameters: shapes, places, scalars.
+    pub(super) fn info(&self, mods: &Mods<'_>) -> Result<Vec<[u32; 4]>> {
+        mods.layout.info(&mods.owned(), &mods.scalars, self.large_at)
+    }
+}
+
+/// Hashes and packed words of the captures of the last few calls. Old ones leave soon: the cache
+/// shares their memory and would keep it alive.
+#[derive(Debug, Default)]
+pub(super) struct Cache {
+    hashes: Vec<(Capture, u128, u64)>,
+    packed: Vec<(u128, Arc<[u32]>, u64)>,
+    tick: u64,
+}
+
+impl Cache {
+    /// Calls after which an entry that none of them used is dropped.
+    const KEPT: u64 = 4;
+
+    pub(super) fn len(&self) -> usize {
+        self.hashes.len() + self.packed.len()
+    }
+
+    pub(super) fn pack(&mut self, mods: &Mods<'_>) -> Result<Packed> {
+        self.tick += 1;
+        let mut hash = Xxh3::new();
+        let mut any = false;
+        for decl in &mods.layout.captures {
+            let Some(capture) = mods.captures.iter().find(|capture| capture.name() == &*decl.name) else { continue };
+            if let CaptureData::Device(_) = capture.data() {
+                continue;
+            }
+            any = true;
+            hash.update(&self.content(capture).to_le_bytes());
+        }
+        let large_at = mods.captures.iter().find_map(|capture| resident(capture)).map_or(0, |on_device| on_device.first);
+        let constant = if any {
+            let key = hash.digest128();
+            let words = match self.packed.iter_mut().find(|(known, ..)| *known == key) {
+                Some((_, words, used)) => {
+                    *used = self.tick;
+                    words.clone()
+                }
+                None => {
+                    let words: Arc<[u32]> = mods.layout.words(&mods.owned())?.into();
+                    self.packed.push((key, words.clone(), self.tick));
+                    words
+                }
+            };
+            Some(Constant { label: "captures", key, parts: vec![words] })
+        } else {
+            None
+        };
+        let oldest = self.tick.saturating_sub(Self::KEPT);
+        self.hashes.retain(|&(.., used)| used > oldest);
+        self.packed.retain(|&(.., used)| used > oldest);
+        Ok(Packed { constant, large: mods.large.clone(), large_at })
+    }
+
+    /// A hash of type, shape and values; of the identity for a capture on the device.
+    pub(super) fn content(&mut self, capture: &Capture) -> u128 {
+        if let Some((_, hash, used)) = self.hashes.iter_mut().find(|(known, ..)| known.same(capture)) {
+            *used = self.tick;
+            return *hash;
+        }
+        let mut hash = Xxh3::new();
+        hash.update(format!("{} {} {:?}", capture.name(), capture.dtype(), capture.shape()).as_bytes());
+        if let Some(bytes) = host_bytes(capture) {
+            hash.update(&xxh3_128(bytes).to_le_bytes());
+        }
+        let hash = hash.digest128();
+        self.hashes.push((capture.clone(), hash, self.tick));
+        hash
+    }
+}

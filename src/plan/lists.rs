@@ -1,0 +1,222 @@
+//! The block lists of a call as words of the `tables` buffer, built once per mask, lengths and
+//! captured content.
+
+use super::{Constant, Forward, lock};
+use crate::block_mask::{BlockMask, BlockShape};
+use crate::error::{Error, Result};
+use crate::kernels::NONE;
+use crate::shape::{AttentionShape, BLOCK};
+use std::sync::Arc;
+use xxhash_rust::xxh3::{Xxh3, xxh3_128};
+
+/// Lists as they lie at the start of `tables`.
+#[derive(Debug)]
+pub(super) struct Lists {
+    words: Arc<[u32]>,
+    key: u128,
+    pub(super) lists: u32,
+    pub(super) lists_t: u32,
+    pub(super) mask_batch: u32,
+    pub(super) mask_heads: u32,
+    /// Share of the pairs that kernels visit, roughly.
+    density: f64,
+}
+
+/// Word offsets of what follows the lists.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Places {
+    pub(super) q_offset: u32,
+    pub(super) kv_len: u32,
+    pub(super) sinks: u32,
+}
+
+impl Lists {
+    /// Pairs that the kernels visit, roughly.
+    pub(super) fn pairs(&self, shape: &AttentionShape) -> f64 {
+        self.density * shape.rows() as f64 * shape.kv_len as f64
+    }
+
+    /// The tables of a call: the lists, then q_offset, kv_len and sinks.
+    pub(super) fn with_tail(&self, call: &Forward<'_>, shape: &AttentionShape) -> (Constant, Places) {
+        let mut tail: Vec<u32> = Vec::with_capacity(2 * shape.batch + shape.q_heads);
+        tail.extend(call.q_offset.iter().map(|&offset| offset as u32));
+        tail.extend_from_slice(call.kv_len);
+        tail.extend(call.sinks.unwrap_or_default().iter().map(|sink| sink.to_bits()));
+        let q_offset = self.words.len() as u32;
+        let kv_len = q_offset + shape.batch as u32;
+        let sinks = if call.sinks.is_some() { kv_len + shape.batch as u32 } else { NONE };
+        let mut hash = Xxh3::new();
+        hash.update(&self.key.to_le_bytes());
+        hash.update(bytemuck::cast_slice(&tail));
+        let constant =
+            Constant { label: "tables", key: hash.digest128(), parts: vec![self.words.clone(), tail.into()] };
+        (constant, Places { q_offset, kv_len, sinks })
+    }
+
+    fn of(mask: &BlockMask, key: u128) -> Result<Self> {
+        let tables = mask.tables(0)?;
+        let (full, partial) = mask.rows().blocks();
+        let all = mask.mask_batch() as f64 * mask.mask_heads() as f64
+            * f64::from(mask.block_rows())
+            * f64::from(mask.block_columns());
+        Ok(Self {
+            words: tables.words.into(),
+            key,
+            lists: tables.lists,
+            lists_t: tables.lists_t,
+            mask_batch: mask.mask_batch() as u32,
+            mask_heads: mask.mask_heads() as u32,
+            density: if all > 0.0 { (full as f64 + 0.6 * partial as f64) / all } else { 0.0 },
+        })
+    }
+
+    /// One list for every block row, which says the same of all blocks: full, or left to the mask_mod.
+    fn uniform(shape: &AttentionShape, full: bool) -> Self {
+        let [q_blocks, kv_blocks] = [shape.q_blocks() as u32, shape.kv_blocks() as u32];
+        let mut words = Vec::new();
+        let [lists, lists_t] = [(q_blocks, kv_blocks), (kv_blocks, q_blocks)].map(|(rows, columns)| {
+            let headers = words.len() as u32;
+            let at = headers + 4 * rows;
+            let (runs, partials) = match (columns, full) {
+                (0, _) => (0, 0),
+                (_, true) => (2, 0),
+                (_, false) => (0, 2 * columns),
+            };
+            for _ in 0..rows {
+                words.extend([at, at + runs, at + runs, at + runs + partials]);
+            }
+            if runs > 0 {
+                words.extend([0, columns]);
+            }
+            if partials > 0 {
+                words.extend((0..columns).flat_map(|block| [block, EVERY_TILE_PARTIAL]));
+            }
+            headers
+        });
+        let key = xxh3_128(format!("uniform {q_blocks} {kv_blocks} {full}").as_bytes());
+        Self { words: words.into(), key, lists, lists_t, mask_batch: 1, mask_heads: 1, density: 1.0 }
+    }
+}
+
+/// The tile map of a block of which nothing is known.
+const EVERY_TILE_PARTIAL: u32 = 0x5555_5555;
+
+/// The lists of recent calls, by mask, lengths and captured content.
+#[derive(Debug, Default)]
+pub(super) struct Cache {
+    built: Vec<(u128, Arc<Lists>, u64)>,
+    given: Vec<(Arc<BlockMask>, Arc<Lists>, u64)>,
+    tick: u64,
+}
+
+impl Cache {
+    const MAX_ENTRIES: usize = 16;
+    const MAX_WORDS: usize = 32 << 20;
+
+    pub(super) fn len(&self) -> usize {
+        self.built.len() + self.given.len()
+    }
+
+    fn trim(&mut self) {
+        while self.built.len() > Self::MAX_ENTRIES
+            || self.built.len() > 1 && self.built.iter().map(|(_, lists, _)| lists.words.len()).sum::<usize>() > Self::MAX_WORDS
+        {
+            let oldest = (0..self.built.len()).min_by_key(|&i| self.built[i].2);
+            self.built.swap_remove(oldest.unwrap_or(0));
+        }
+        while self.given.len() > Self::MAX_ENTRIES {
+            let oldest = (0..self.given.len()).min_by_key(|&i| self.given[i].2);
+            self.given.swap_remove(oldest.unwrap_or(0));
+        }
+    }
+}
+
+/// The lists of a call.
+pub(super) fn of(call: &Forward<'_>, cache: &super::Cache) -> Result<Arc<Lists>> {
+    if let Some(given) = call.block_mask {
+        return from_given(call, given, &mut lock(&cache.lists));
+    }
+    let Some(mask) = call.mask else {
+        return Ok(Arc::new(Lists::uniform(&call.shape, true)));
+    };
+    if mask.captures().iter().any(|capture| super::captures::resident(capture).is_some()) {
+        return Ok(Arc::new(Lists::uniform(&call.shape, false)));
+    }
+    let shape = &call.shape;
+    let mut hash = Xxh3::new();
+    hash.update(&mask.hash().to_le_bytes());
+    {
+        let mut captures = lock(&cache.captures);
+        for capture in mask.captures() {
+            hash.update(&captures.content(capture).to_le_bytes());
+        }
+    }
+    for scalar in mask.scalars() {
+        hash.update(scalar.name().as_bytes());
+        hash.update(&scalar.value().bits().to_le_bytes());
+    }
+    for size in [shape.batch, shape.q_heads, shape.q_len, shape.kv_len] {
+        hash.update(&(size as u64).to_le_bytes());
+    }
+    hash.update(bytemuck::cast_slice(call.q_offset));
+    hash.update(bytemuck::cast_slice(call.kv_len));
+    let key = hash.digest128();
+
+    let mut lists = lock(&cache.lists);
+    lists.tick += 1;
+    let tick = lists.tick;
+    if let Some((_, found, used)) = lists.built.iter_mut().find(|(known, ..)| *known == key) {
+        *used = tick;
+        return Ok(found.clone());
+    }
+    let built = BlockMask::build(
+        mask,
+        BlockShape {
+            batch: shape.batch,
+            heads: shape.q_heads,
+            q_len: shape.q_len,
+            kv_len: shape.kv_len,
+            q_offset: call.q_offset,
+            kv_lens: call.kv_len,
+        },
+    )?;
+    let made = Arc::new(Lists::of(&built, key)?);
+    lists.built.push((key, made.clone(), tick));
+    lists.trim();
+    Ok(made)
+}
+
+fn from_given(call: &Forward<'_>, mask: &Arc<BlockMask>, cache: &mut Cache) -> Result<Arc<Lists>> {
+    let shape = &call.shape;
+    if mask.block() != [BLOCK; 2] {
+        return Err(Error::unsupported(format!(
+            "the block mask has blocks of {:?} but kernels skip blocks of [128, 128]; build it with BlockMask::build",
+            mask.block()
+        )));
+    }
+    let lengths = [mask.q_len(), mask.kv_len()];
+    if lengths != [shape.q_len, shape.kv_len] {
+        return Err(Error::shape(format!(
+            "the block mask is for q_len and kv_len {lengths:?} but the call has [{}, {}]; build or slice one for these",
+            shape.q_len, shape.kv_len
+        )));
+    }
+    for (name, has, call) in
+        [("batch", mask.mask_batch(), shape.batch), ("heads", mask.mask_heads(), shape.q_heads)]
+    {
+        if has != 1 && has != call {
+            return Err(Error::shape(format!("the block mask has {name} {has} but the call has {call}; it must be that or 1")));
+        }
+    }
+    cache.tick += 1;
+    let tick = cache.tick;
+    if let Some((_, found, used)) = cache.given.iter_mut().find(|(known, ..)| Arc::ptr_eq(known, mask)) {
+        *used = tick;
+        return Ok(found.clone());
+    }
+    let words = mask.tables(0)?.words;
+    let made = Arc::new(Lists::of(mask, xxh3_128(bytemuck::cast_slice(&words)))?);
+    cache.given.push((mask.clone(), made.clone(), tick));
+    cache.trim();
+    Ok(made)
+}

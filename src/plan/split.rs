@@ -1,0 +1,171 @@
+//! Cutting a call into launches: by how much a binding may hold, and by how long a submit may take.
+
+use super::{Forward, Plan, Role, Slot, Source};
+use crate::error::{Error, Result};
+use crate::runtime::Profile;
+use crate::shape::Layout;
+use std::ops::Range;
+
+/// The workgroups of a call, numbered by batch entry, head and tile of query rows.
+pub(super) struct Cutter<'a> {
+    pub(super) call: &'a Forward<'a>,
+    pub(super) profile: &'a Profile,
+    /// Tiles of query rows of one head.
+    pub(super) tiles: u32,
+    /// Rows of a tile.
+    pub(super) tile_q: u32,
+    /// tiles * q_heads * batch.
+    pub(super) groups: u32,
+    /// Multiply-adds of the call.
+    pub(super) work: f64,
+}
+
+/// A range of workgroups and what they touch.
+pub(super) struct Piece {
+    pub(super) first: u32,
+    pub(super) end: u32,
+    pub(super) work: f64,
+    /// q, k, v, out.
+    windows: [(Slot, [u32; 4]); 4],
+}
+
+impl Piece {
+    /// The slot of a tensor, and its view as the kernels read it.
+    pub(super) fn window(&self, role: Role) -> (Slot, [u32; 4]) {
+        self.windows[role as usize].clone()
+    }
+}
+
+/// Batch entries, query heads and query rows of a range of workgroups.
+struct Extent {
+    batch: Range<usize>,
+    heads: Range<usize>,
+    rows: Range<usize>,
+}
+
+impl Cutter<'_> {
+    pub(super) fn pieces(&self) -> Result<Vec<Piece>> {
+        let mut pieces = Vec::new();
+        if self.groups > 0 {
+            self.cut(0, self.groups, &mut pieces)?;
+        }
+        Ok(pieces)
+    }
+
+    fn cut(&self, first: u32, end: u32, pieces: &mut Vec<Piece>) -> Result<()> {
+        let work = self.work * f64::from(end - first) / f64::from(self.groups);
+        let windows = self.windows(first, end);
+        match (self.middle(first, end), windows) {
+            (_, Ok(windows)) if work <= Plan::budget(self.profile) || end - first == 1 => {
+                pieces.push(Piece { first, end, work, windows });
+                Ok(())
+            }
+            (Some(middle), _) => {
+                self.cut(first, middle, pieces)?;
+                self.cut(middle, end, pieces)
+            }
+            (None, windows) => {
+                pieces.push(Piece { first, end, work, windows: windows? });
+                Ok(())
+            }
+        }
+    }
+
+    /// Where to cut: between batch entries, else between heads, else between tiles.
+    fn middle(&self, first: u32, end: u32) -> Option<u32> {
+        let per_entry = self.tiles * self.call.shape.q_heads as u32;
+        let per_kv_head = self.tiles * self.call.shape.group() as u32;
+        for step in [per_entry, per_kv_head, self.tiles, 1] {
+            // Multiples of `step` strictly inside.
+            let low = first / step + 1;
+            let high = (end - 1) / step;
+            if low <= high {
+                return Some((low + (high - low) / 2) * step);
+            }
+        }
+        None
+    }
+
+    fn extent(&self, first: u32, end: u32) -> Extent {
+        let shape = &self.call.shape;
+        let heads = shape.q_heads as u32;
+        let (head0, head1) = (first / self.tiles, (end - 1) / self.tiles);
+        let (entry0, entry1) = (head0 / heads, head1 / heads);
+        let batch = entry0 as usize..entry1 as usize + 1;
+        let heads = if entry0 == entry1 {
+            (head0 % heads) as usize..(head1 % heads) as usize + 1
+        } else {
+            0..shape.q_heads
+        };
+        let rows = if head0 == head1 {
+            let row = |tile: u32| (tile as usize * self.tile_q as usize).min(shape.q_len);
+            row(first % self.tiles)..row((end - 1) % self.tiles + 1)
+        } else {
+            0..shape.q_len
+        };
+        Extent { batch, heads, rows }
+    }
+
+    fn windows(&self, first: u32, end: u32) -> Result<[(Slot, [u32; 4]); 4]> {
+        let shape = &self.call.shape;
+        let Extent { batch, heads, rows } = self.extent(first, end);
+        let kv_batch = if shape.kv_batch == 1 { 0..1 } else { batch.clone() };
+        let kv_heads = heads.start / shape.group()..(heads.end - 1) / shape.group() + 1;
+        let q = self.window(Role::Q, [batch.clone(), heads.clone(), rows.clone()])?;
+        let k = self.window(Role::K, [kv_batch.clone(), kv_heads.clone(), 0..shape.kv_len])?;
+        let v = self.window(Role::V, [kv_batch, kv_heads, 0..shape.kv_len])?;
+        let out = self.window(Role::Out, [batch, heads, rows])?;
+        Ok([q, k, v, out])
+    }
+
+    /// The slot that holds these entries, heads and rows of a tensor, and its view from there.
+    fn window(&self, role: Role, [batch, heads, rows]: [Range<usize>; 3]) -> Result<(Slot, [u32; 4])> {
+        let operand = self.call.operand(role);
+        let layout = &operand.layout;
+        let source = Source::Tensor(role);
+        let limits = &self.profile.limits;
+        // The whole buffer where it fits: the bind group then stays the same while offsets move. Not
+        // so in a shared buffer, whose written part must not overlap the others in browsers.
+        if operand.buffer <= limits.storage_binding && !self.call.pooled || layout.is_empty() {
+            return Ok((Slot::whole(source), view(layout, 0, self.shared(role))));
+        }
+        let size = self.call.dtype.size() as u64;
+        let low = layout.index([batch.start, heads.start, rows.start, 0]) as u64 * size;
+        let high = (layout.index([batch.end - 1, heads.end - 1, rows.end - 1, layout.shape[3] - 1]) as u64 + 1) * size;
+        let alignment = limits.storage_alignment.max(16);
+        let offset = low / alignment * alignment;
+        let length = (high.next_multiple_of(4).min(operand.buffer / 4 * 4).max(high) - offset).max(4);
+        if length > limits.storage_binding {
+            return Err(Error::Limit {
+                what: format!("one head of {}, with what lies between its rows,", name(role)),
+                limit: "maxStorageBufferBindingSize",
+                needed: length,
+                available: limits.storage_binding,
+                remedy: "store heads one after the other ([B, H, L, D]), use a 16-bit type, or attend to parts of the keys and merge by lse".into(),
+            });
+        }
+        Ok((Slot { source, offset, size: length }, view(layout, (offset / size) as u32, self.shared(role))))
+    }
+
+    /// One k and v for all batch entries.
+    fn shared(&self, role: Role) -> bool {
+        matches!(role, Role::K | Role::V) && self.call.shape.kv_batch == 1
+    }
+}
+
+/// The view of a tensor counted from element `start` of its buffer. The offset wraps when the window
+/// begins after the tensor does; adding the strides of what the launch touches wraps it back.
+fn view(layout: &Layout, start: u32, shared: bool) -> [u32; 4] {
+    let [batch, head, row, _] = layout.strides;
+    let batch = if shared { 0 } else { batch as u32 };
+    [(layout.offset as u32).wrapping_sub(start), batch, head as u32, row as u32]
+}
+
+fn name(role: Role) -> &'static str {
+    match role {
+        Role::Q => "q",
+        Role::K => "k",
+        Role::V => "v",
+        Role::Out => "out",
+    }
+}
