@@ -73,8 +73,10 @@ mod op;
 mod print;
 mod program;
 mod range;
+mod simplify;
 mod value;
 mod views;
+mod wgsl;
 
 use std::collections::HashSet;
 use std::fmt;
@@ -192,7 +194,8 @@ impl Expr {
     /// When the number or the types of the arguments do not fit the operation, or when the expression
     /// becomes deeper than [`MAX_NODES`].
     pub fn new(op: Op, args: &[Expr]) -> Result<Expr> {
-        Expr::exact(op, args)
+        let expr = Expr::exact(op, args)?;
+        Ok(simplify::rule(&expr).unwrap_or(expr))
     }
 
     /// Applies `op` to `args` without simplifying anything. [`Expr::new`] gives the same value.

@@ -437,12 +437,17 @@ impl Ranges<'_> {
     /// Finds what every operation may give when the position lies in `at` and the score is any number;
     /// returns the range of the first output.
     pub fn range(&mut self, at: &IndexBox) -> Range {
+        self.range_with_score(at, Range::all(Type::F32))
+    }
+
+    /// The same when the score is known to lie in `score`.
+    pub fn range_with_score(&mut self, at: &IndexBox, score: Range) -> Range {
         let pair = |(lo, hi): (i32, i32)| Range::of(lo.into(), hi.into());
         for (i, step) in self.program.steps.iter().enumerate() {
             self.ranges[i] = match step.expr.op() {
                 Op::Const(value) => Range::value(*value),
                 Op::Scalar(_) => Range::value(self.scalars[step.source as usize]),
-                Op::Input(Input::Score) => Range::all(Type::F32),
+                Op::Input(Input::Score) => score,
                 Op::Input(Input::Batch) => pair(at.b),
                 Op::Input(Input::Head) => pair(at.h),
                 Op::Input(Input::Q) => pair(at.q),

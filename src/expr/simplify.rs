@@ -220,9 +220,9 @@ fn logic(op: &Op, a: &Expr, b: &Expr) -> Option<Expr> {
         (Op::And, _, _) if opposite(a, b) => Some(Expr::constant(false)),
         (Op::Or, _, _) if opposite(a, b) => Some(Expr::constant(true)),
         // a & (!a | x) is a & x; a | (!a & x) is a | x.
-        (Op::And | Op::Or, _, _) => absorb(op, a, b).or_else(|| absorb(op, b, a).map(|(x, y)| (y, x))).and_then(
-            |(a, b)| build(op.clone(), &[a, b]),
-        ),
+        (Op::And | Op::Or, _, _) => absorb(op, a, b)
+            .or_else(|| absorb(op, b, a).map(|(x, y)| (y, x)))
+            .and_then(|(a, b)| build(op.clone(), &[a, b])),
         (Op::Eq, Some(true), _) | (Op::Ne | Op::Xor, Some(false), _) => second(),
         (Op::Eq, _, Some(true)) | (Op::Ne | Op::Xor, _, Some(false)) => first(),
         (Op::Eq, Some(false), _) | (Op::Ne | Op::Xor, Some(true), _) => not(b),
@@ -265,6 +265,12 @@ fn select(c: &Expr, yes: &Expr, no: &Expr) -> Option<Expr> {
     }
     if *c.op() == Op::Not {
         return build(Op::Select, &[c.args()[0].clone(), no.clone(), yes.clone()]);
+    }
+    if c == no {
+        return build(Op::And, &[c.clone(), yes.clone()]);
+    }
+    if c == yes {
+        return build(Op::Or, &[c.clone(), no.clone()]);
     }
     // Inside a branch the condition is known.
     if *yes.op() == Op::Select && yes.args()[0] == *c {

@@ -1,0 +1,247 @@
+//! Masks and score mods written as WGSL text.
+//!
+//! naga's front end parses the text; `execute` then runs naga's functions on expressions instead of numbers,
+//! and what comes out is an [`Expr`]. What the text may call besides WGSL's own functions (captured tensors,
+//! scalars, `floor_div`, ...) is declared in a prelude that stands AFTER the text, so that positions hold.
+
+mod execute;
+
+use std::fmt::Write;
+use std::ops::Range;
+
+use super::capture::{Capture, Scalar};
+use super::mods::{MaskMod, ScoreMod};
+use super::value::Type;
+use super::{Expr, MAX_NODES};
+use crate::error::{Error, ParseError, Result};
+
+/// Functions that every text may call: name, parameters and result as WGSL declares them, and whether it is i32.
+const FUNCTIONS: &[(&str, &str)] = &[
+    ("floor_div", "(a: i32, b: i32) -> i32 { return a; }"),
+    ("floor_mod", "(a: i32, b: i32) -> i32 { return a; }"),
+    ("wrapping_add", "(a: i32, b: i32) -> i32 { return a; }"),
+    ("wrapping_sub", "(a: i32, b: i32) -> i32 { return a; }"),
+    ("wrapping_mul", "(a: i32, b: i32) -> i32 { return a; }"),
+    ("wrapping_neg", "(a: i32) -> i32 { return a; }"),
+    ("wrapping_add_u32", "(a: u32, b: u32) -> u32 { return a; }"),
+    ("wrapping_sub_u32", "(a: u32, b: u32) -> u32 { return a; }"),
+    ("wrapping_mul_u32", "(a: u32, b: u32) -> u32 { return a; }"),
+    ("sigmoid", "(a: f32) -> f32 { return a; }"),
+];
+
+/// What a text has to be.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Kind {
+    Mask,
+    Score,
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Kind::Mask => "mask_mod",
+            Kind::Score => "score_mod",
+        }
+    }
+
+    fn signature(self) -> &'static str {
+        match self {
+            Kind::Mask => "fn mask_mod(b: i32, h: i32, q: i32, kv: i32) -> bool",
+            Kind::Score => "fn score_mod(score: f32, b: i32, h: i32, q: i32, kv: i32) -> f32",
+        }
+    }
+
+    fn result(self) -> Type {
+        match self {
+            Kind::Mask => Type::Bool,
+            Kind::Score => Type::F32,
+        }
+    }
+}
+
+impl MaskMod {
+    /// A mask from WGSL text: `fn mask_mod(b: i32, h: i32, q: i32, kv: i32) -> bool { ... }` with what it needs
+    /// around it, or just the body, or just the expression.
+    ///
+    /// Captured tensors are called by name with one i32 per dimension, scalars are read by name. Locals, `if`,
+    /// `switch`, early `return`, other functions, and loops that end after a constant number of steps are possible.
+    /// Vectors, arrays, structs, pointers, textures and module-scope variables are not.
+    ///
+    /// ```
+    /// use flexattn::{Capture, MaskMod};
+    ///
+    /// let doc = Capture::i32("doc", &[0, 0, 1, 1, 1], &[5])?;
+    /// let mask = MaskMod::from_wgsl("q >= kv && doc(q) == doc(kv)", &[doc.into()], &[])?;
+    /// assert_eq!(mask.expr().to_string(), "(q >= kv) & (doc(q) == doc(kv))");
+    ///
+    /// let error = MaskMod::from_wgsl("q >= kvv", &[], &[]).unwrap_err();
+    /// assert!(error.to_string().starts_with("line 1, column 6: "));
+    /// # Ok::<(), flexattn::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Parse`] with line, column and the place in the text, when it is no valid mask.
+    pub fn from_wgsl(text: &str, captures: &[Capture], scalars: &[Scalar]) -> Result<MaskMod> {
+        let expr = parse(text, Kind::Mask, captures, scalars)?;
+        MaskMod::from_expr(expr, captures, scalars)
+    }
+}
+
+impl ScoreMod {
+    /// A score mod from WGSL text: `fn score_mod(score: f32, b: i32, h: i32, q: i32, kv: i32) -> f32 { ... }` with
+    /// what it needs around it, or just the body, or just the expression. See [`MaskMod::from_wgsl`].
+    ///
+    /// ```
+    /// use flexattn::{Capture, ScoreMod};
+    ///
+    /// let slope = Capture::f32("slope", &[0.5, 0.25], &[2])?;
+    /// let alibi = ScoreMod::from_wgsl("score + slope(h) * f32(kv - q)", &[slope.into()], &[])?;
+    /// assert_eq!(alibi.expr().to_string(), "score + slope(h) * f32(kv - q)");
+    /// # Ok::<(), flexattn::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Parse`] with line, column and the place in the text, when it is no valid score mod.
+    pub fn from_wgsl(text: &str, captures: &[Capture], scalars: &[Scalar]) -> Result<ScoreMod> {
+        let expr = parse(text, Kind::Score, captures, scalars)?;
+        ScoreMod::from_expr(expr, captures, scalars)
+    }
+}
+
+fn parse(text: &str, kind: Kind, captures: &[Capture], scalars: &[Scalar]) -> Result<Expr> {
+    let words = words(text);
+    let has = |name: &str| words.iter().any(|(word, _)| *word == name);
+    let defined: Vec<&str> = words.windows(2).filter(|w| w[0].0 == "fn").map(|w| w[1].0).collect();
+    let source = Source::new(text, kind, has("fn"), has("return"));
+
+    for name in &defined {
+        if captures.iter().any(|c| c.name() == *name) {
+            let at = words.windows(2).find(|w| w[0].0 == "fn" && w[1].0 == *name).map_or(0, |w| w[1].1);
+            let message = format!("{name} is the name of a captured tensor; name the function otherwise");
+            return Err(ParseError::new(text, at..at + name.len(), message).into());
+        }
+    }
+    let module = {
+        let mut full = source.full.clone();
+        prelude(&mut full, &defined, captures, scalars);
+        naga::front::wgsl::parse_str(&full).map_err(|error| {
+            let span = error.labels().next().and_then(|(span, _)| span.to_range()).unwrap_or(0..0);
+            let mut message = error.message().to_owned();
+            for note in error.notes() {
+                let _ = write!(message, "; {note}");
+            }
+            if message.contains("no definition in scope") {
+                let _ = write!(message, "; known here: {}", known(kind, captures, scalars));
+            }
+            source.error(span, message)
+        })?
+    };
+    let expr = execute::run(&module, &source, captures, scalars)?;
+    let nodes = expr.nodes();
+    if nodes > MAX_NODES {
+        let message = format!(
+            "the expression has {nodes} operations after unrolling but at most {MAX_NODES} are allowed; capture a table"
+        );
+        return Err(ParseError::new(text, 0..text.len(), message).into());
+    }
+    Ok(expr)
+}
+
+/// What an unknown name could have been.
+fn known(kind: Kind, captures: &[Capture], scalars: &[Scalar]) -> String {
+    let mut names: Vec<String> = Vec::new();
+    if kind == Kind::Score {
+        names.push("score".into());
+    }
+    names.extend(["b", "h", "q", "kv", "q_len", "kv_len"].map(str::to_owned));
+    names.extend(scalars.iter().map(|s| s.name().to_owned()));
+    names.extend(captures.iter().map(|c| {
+        let index = ["i", "j", "k", "l"][..c.shape().len()].join(", ");
+        format!("{}({index})", c.name())
+    }));
+    names.join(", ")
+}
+
+/// The text with what makes it a module, and how to find the way back.
+#[derive(Debug)]
+struct Source<'a> {
+    text: &'a str,
+    /// The text inside a function, followed by nothing yet.
+    full: String,
+    /// How many bytes stand before the text.
+    before: usize,
+    kind: Kind,
+}
+
+impl<'a> Source<'a> {
+    fn new(text: &'a str, kind: Kind, is_module: bool, is_body: bool) -> Source<'a> {
+        let mut full = String::new();
+        if !is_module {
+            let _ = write!(full, "{} {{ {}", kind.signature(), if is_body { "" } else { "return " });
+        }
+        let before = full.len();
+        full.push_str(text);
+        if !is_module {
+            // A comment may end the text.
+            full.push_str(if is_body { "\n}" } else { "\n;}" });
+        }
+        full.push('\n');
+        Source { text, full, before, kind }
+    }
+
+    fn error(&self, span: Range<usize>, message: impl Into<String>) -> Error {
+        let start = span.start.saturating_sub(self.before).min(self.text.trim_end().len());
+        let end = span.end.saturating_sub(self.before).min(self.text.len());
+        ParseError::new(self.text, start..end, message).into()
+    }
+}
+
+fn prelude(full: &mut String, defined: &[&str], captures: &[Capture], scalars: &[Scalar]) {
+    for (name, rest) in FUNCTIONS {
+        let taken = captures.iter().any(|c| c.name() == *name) || scalars.iter().any(|s| s.name() == *name);
+        if !defined.contains(name) && !taken {
+            let _ = writeln!(full, "fn {name}{rest}");
+        }
+    }
+    for capture in captures {
+        let parameters: Vec<String> = (0..capture.shape().len()).map(|i| format!("i{i}: i32")).collect();
+        let ty = capture.dtype().ty();
+        let _ =
+            writeln!(full, "fn {}({}) -> {ty} {{ return {ty}(); }}", capture.name(), parameters.join(", "));
+    }
+    for name in ["q_len", "kv_len"] {
+        let _ = writeln!(full, "var<private> {name}: i32;");
+    }
+    for scalar in scalars {
+        let _ = writeln!(full, "var<private> {}: {};", scalar.name(), scalar.value().ty());
+    }
+}
+
+/// The identifiers and keywords of a text with their positions, comments left out.
+fn words(text: &str) -> Vec<(&str, usize)> {
+    let bytes = text.as_bytes();
+    let mut words = Vec::new();
+    let (mut i, mut nested) = (0, 0);
+    while i < bytes.len() {
+        let two = &bytes[i..(i + 2).min(bytes.len())];
+        if two == b"/*" {
+            nested += 1;
+            i += 2;
+        } else if nested > 0 && two == b"*/" {
+            nested -= 1;
+            i += 2;
+        } else if nested > 0 {
+            i += 1;
+        } else if two == b"//" {
+            i += bytes[i..].iter().position(|b| *b == b'\n').unwrap_or(bytes.len() - i);
+        } else if bytes[i].is_ascii_alphanumeric() || bytes[i] == b'_' {
+            let end = bytes[i..].iter().position(|b| !b.is_ascii_alphanumeric() && *b != b'_');
+            let end = end.map_or(bytes.len(), |n| i + n);
+            words.push((&text[i..end], i));
+            i = end;
+        } else {
+            i += 1;
+        }
+    }
+    words
+}

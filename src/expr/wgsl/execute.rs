@@ -1,0 +1,795 @@
+//! Runs naga's functions on expressions instead of numbers.
+//!
+//! A branch on a condition that is not constant runs both sides and merges what they changed with `select`. A
+//! `return` is remembered with the condition under which it is reached; at the end of a function the earliest one
+//! that is reached wins. Loops run step by step until their condition is constant and false.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use naga::{
+    BinaryOperator, Block, Expression, Function, Handle, Literal, LocalVariable, MathFunction, Module,
+    RelationalFunction, ScalarKind, Span, Statement, SwitchCase, SwitchValue, TypeInner, UnaryOperator,
+};
+
+use super::{FUNCTIONS, Kind, Source};
+use crate::error::{Error, Result};
+use crate::expr::capture::{Capture, CaptureDecl, Scalar, ScalarDecl};
+use crate::expr::value::{Type, Value};
+use crate::expr::{Expr, Input, MAX_NODES, Op};
+
+/// More statements than any text needs that stays within the limit of operations.
+const MAX_STEPS: usize = 200_000;
+
+/// Runs the function `mask_mod` or `score_mod` of `module`.
+pub(super) fn run(
+    module: &Module,
+    source: &Source<'_>,
+    captures: &[Capture],
+    scalars: &[Scalar],
+) -> Result<Expr> {
+    let name = source.kind.name();
+    let found = module.functions.iter().find(|(_, f)| f.name.as_deref() == Some(name));
+    let Some((handle, function)) = found else {
+        let message = match module.entry_points.first() {
+            Some(entry) => format!("{} is an entry point; declare `{}`", entry.name, source.kind.signature()),
+            None => format!("there is no function {name}; declare `{}`", source.kind.signature()),
+        };
+        return Err(source.error(0..0, message));
+    };
+    let span = module.functions.get_span(handle);
+    let inputs: &[Input] = match source.kind {
+        Kind::Mask => &[Input::Batch, Input::Head, Input::Q, Input::Kv],
+        Kind::Score => &[Input::Score, Input::Batch, Input::Head, Input::Q, Input::Kv],
+    };
+    let mut run = Run {
+        module,
+        source,
+        captures: captures.iter().map(Capture::decl).collect(),
+        scalars: scalars.iter().map(Scalar::decl).collect(),
+        steps: 0,
+    };
+    let signature_fits = function.arguments.len() == inputs.len()
+        && function.arguments.iter().zip(inputs).all(|(a, i)| run.ty(a.ty) == Some(i.ty()))
+        && function.result.as_ref().and_then(|r| run.ty(r.ty)) == Some(source.kind.result());
+    if !signature_fits {
+        let message = format!("{name} has another signature than `{}`", source.kind.signature());
+        return Err(run.error(span, message));
+    }
+    let args = inputs.iter().map(|i| Expr::input(*i)).collect();
+    match run.call(function, args, span)? {
+        Some(expr) => Ok(expr),
+        None => Err(run.error(span, format!("{name} returns nothing"))),
+    }
+}
+
+struct Run<'a> {
+    module: &'a Module,
+    source: &'a Source<'a>,
+    captures: Vec<CaptureDecl>,
+    scalars: Vec<ScalarDecl>,
+    steps: usize,
+}
+
+/// A function while it runs.
+struct Frame<'a> {
+    function: &'a Function,
+    args: Vec<Expr>,
+    /// Values that were computed at the place where naga says so.
+    values: HashMap<Handle<Expression>, Expr>,
+    /// Conditions and values of the returns met so far.
+    returns: Vec<(Expr, Expr)>,
+}
+
+/// What a branch may change.
+#[derive(Clone)]
+struct State {
+    locals: HashMap<Handle<LocalVariable>, Expr>,
+    /// When the innermost loop or switch has been left by `break`.
+    broken: Expr,
+    /// When the rest of the innermost loop's body is skipped by `continue`.
+    continued: Expr,
+    /// The same for all loops further out.
+    outer: Expr,
+    /// No statement after this point is reached.
+    ended: bool,
+}
+
+impl Run<'_> {
+    fn error(&self, span: Span, message: impl Into<String>) -> Error {
+        self.source.error(span.to_range().unwrap_or(0..0), message)
+    }
+
+    fn refuse<T>(&self, span: Span, what: &str, instead: &str) -> Result<T> {
+        Err(self.error(span, format!("{what} cannot be used in masks and score mods; {instead}")))
+    }
+
+    /// The type of the language that a naga type is, if it is one.
+    fn ty(&self, handle: Handle<naga::Type>) -> Option<Type> {
+        let TypeInner::Scalar(scalar) = self.module.types[handle].inner else { return None };
+        match (scalar.kind, scalar.width) {
+            (ScalarKind::Float, 4) => Some(Type::F32),
+            (ScalarKind::Sint, 4) => Some(Type::I32),
+            (ScalarKind::Uint, 4) => Some(Type::U32),
+            (ScalarKind::Bool, _) => Some(Type::Bool),
+            _ => None,
+        }
+    }
+
+    fn expect_ty(&self, handle: Handle<naga::Type>, span: Span) -> Result<Type> {
+        let ty = &self.module.types[handle];
+        match self.ty(handle) {
+            Some(ty) => Ok(ty),
+            None => {
+                let what = match ty.inner {
+                    TypeInner::Scalar(_) => "this number type",
+                    TypeInner::Vector { .. } => "a vector",
+                    TypeInner::Matrix { .. } => "a matrix",
+                    TypeInner::Pointer { .. } | TypeInner::ValuePointer { .. } => "a pointer",
+                    TypeInner::Array { .. } => "an array",
+                    TypeInner::Struct { .. } => "a struct",
+                    TypeInner::Image { .. } | TypeInner::Sampler { .. } => "a texture",
+                    TypeInner::Atomic(_) => "an atomic",
+                    _ => "this type",
+                };
+                self.refuse(span, what, "use f32, i32, u32 and bool, and capture tables as tensors")
+            }
+        }
+    }
+
+    fn new_expr(&self, op: Op, args: &[Expr], span: Span) -> Result<Expr> {
+        Expr::new(op, args).map_err(|error| match error {
+            Error::Expression(message) => self.error(span, message),
+            other => other,
+        })
+    }
+
+    fn call(&mut self, function: &Function, args: Vec<Expr>, span: Span) -> Result<Option<Expr>> {
+        let result = match &function.result {
+            Some(result) => Some(self.expect_ty(result.ty, span)?),
+            None => None,
+        };
+        for (arg, declared) in args.iter().zip(&function.arguments) {
+            let ty = self.expect_ty(declared.ty, span)?;
+            if arg.ty() != ty {
+                let name = declared.name.as_deref().unwrap_or("an argument");
+                return Err(self.error(span, format!("{name} is {ty} but gets {}", arg.ty())));
+            }
+        }
+        let no = Expr::constant(false);
+        let mut state = State {
+            locals: HashMap::new(),
+            broken: no.clone(),
+            continued: no.clone(),
+            outer: no,
+            ended: false,
+        };
+        let mut frame = Frame { function, args, values: HashMap::new(), returns: Vec::new() };
+        for (variable, declared) in function.local_variables.iter() {
+            let ty = self.expect_ty(declared.ty, function.local_variables.get_span(variable))?;
+            let start = match declared.init {
+                Some(init) => self.value(&mut frame, &state, init)?,
+                None => Expr::constant(Value::zero(ty)),
+            };
+            state.locals.insert(variable, start);
+        }
+        self.block(&mut frame, &mut state, &function.body, &Expr::constant(true))?;
+        let Some(ty) = result else { return Ok(None) };
+        let name = function.name.as_deref().unwrap_or("the function");
+        if !state.ended {
+            return Err(self.error(span, format!("{name} does not return a value on every path")));
+        }
+        let mut returns = frame.returns.into_iter().rev();
+        let Some((_, mut value)) = returns.next() else {
+            return Err(self.error(span, format!("{name} never returns")));
+        };
+        for (condition, earlier) in returns {
+            value = self.new_expr(Op::Select, &[condition, earlier, value], span)?;
+        }
+        if value.ty() != ty {
+            return Err(self.error(span, format!("{name} returns {} but is declared {ty}", value.ty())));
+        }
+        Ok(Some(value))
+    }
+
+    fn and(&self, a: &Expr, b: &Expr, span: Span) -> Result<Expr> {
+        self.new_expr(Op::And, &[a.clone(), b.clone()], span)
+    }
+
+    fn or(&self, a: &Expr, b: &Expr, span: Span) -> Result<Expr> {
+        self.new_expr(Op::Or, &[a.clone(), b.clone()], span)
+    }
+
+    fn not(&self, a: &Expr, span: Span) -> Result<Expr> {
+        self.new_expr(Op::Not, std::slice::from_ref(a), span)
+    }
+
+    /// When the current place is not reached because of `break` or `continue`.
+    fn skipped(&self, state: &State, span: Span) -> Result<Expr> {
+        let inner = self.or(&state.broken, &state.continued, span)?;
+        self.or(&inner, &state.outer, span)
+    }
+
+    /// What holds after a branch: `a` where `condition`, else `b`.
+    fn merge(&self, condition: &Expr, a: State, b: State, span: Span) -> Result<State> {
+        if a.ended {
+            return Ok(b);
+        }
+        if b.ended {
+            return Ok(a);
+        }
+        let choose =
+            |x: &Expr, y: &Expr| self.new_expr(Op::Select, &[condition.clone(), x.clone(), y.clone()], span);
+        let mut locals = HashMap::new();
+        for (variable, x) in &a.locals {
+            locals.insert(*variable, choose(x, &b.locals[variable])?);
+        }
+        Ok(State {
+            locals,
+            broken: choose(&a.broken, &b.broken)?,
+            continued: choose(&a.continued, &b.continued)?,
+            outer: a.outer,
+            ended: false,
+        })
+    }
+
+    /// `path`: the conditions of the branches around this block.
+    fn block(&mut self, frame: &mut Frame<'_>, state: &mut State, block: &Block, path: &Expr) -> Result<()> {
+        for (statement, span) in block.span_iter() {
+            if state.ended {
+                return Ok(());
+            }
+            self.steps += 1;
+            if self.steps > MAX_STEPS {
+                return Err(self.error(*span, "the text takes too many steps to unroll; shorten its loops"));
+            }
+            self.statement(frame, state, statement, *span, path)?;
+        }
+        Ok(())
+    }
+
+    fn statement(
+        &mut self,
+        frame: &mut Frame<'_>,
+        state: &mut State,
+        statement: &Statement,
+        span: Span,
+        path: &Expr,
+    ) -> Result<()> {
+        match statement {
+            Statement::Emit(range) => {
+                for handle in range.clone() {
+                    let value = self.evaluate(frame, state, handle)?;
+                    if let Some(value) = value {
+                        frame.values.insert(handle, value);
+                    }
+                }
+            }
+            Statement::Block(block) => self.block(frame, state, block, path)?,
+            Statement::If { condition, accept, reject } => {
+                let condition = self.value(frame, state, *condition)?;
+                match condition.as_constant() {
+                    Some(Value::Bool(true)) => self.block(frame, state, accept, path)?,
+                    Some(Value::Bool(false)) => self.block(frame, state, reject, path)?,
+                    _ => {
+                        let mut yes = state.clone();
+                        self.block(frame, &mut yes, accept, &self.and(path, &condition, span)?)?;
+                        let not = self.not(&condition, span)?;
+                        let mut no = state.clone();
+                        self.block(frame, &mut no, reject, &self.and(path, &not, span)?)?;
+                        *state = self.merge(&condition, yes, no, span)?;
+                    }
+                }
+            }
+            Statement::Switch { selector, cases } => {
+                let selector = self.value(frame, state, *selector)?;
+                self.switch(frame, state, &selector, cases, span, path)?;
+            }
+            Statement::Loop { body, continuing, break_if } => {
+                self.repeat(frame, state, body, continuing, *break_if, span, path)?;
+            }
+            // Who has left already stays so; only who has skipped the rest of this step does not leave.
+            Statement::Break => {
+                state.broken = self.or(&state.broken, &self.not(&state.continued, span)?, span)?;
+            }
+            Statement::Continue => state.continued = Expr::constant(true),
+            Statement::Return { value } => {
+                let skipped = self.skipped(state, span)?;
+                let condition = self.and(path, &self.not(&skipped, span)?, span)?;
+                let reached = skipped.as_constant() == Some(Value::Bool(false));
+                if let Some(value) = value {
+                    let value = self.value(frame, state, *value)?;
+                    frame.returns.push((condition, value));
+                }
+                // Within a loop that may have been left, what follows the loop is still reached.
+                state.ended = reached;
+            }
+            Statement::Store { pointer, value } => {
+                let value = self.value(frame, state, *value)?;
+                let Expression::LocalVariable(variable) = frame.function.expressions[*pointer] else {
+                    let at = frame.function.expressions.get_span(*pointer);
+                    return self.refuse(
+                        at,
+                        "assigning to this",
+                        "only local variables of a single value may change",
+                    );
+                };
+                let declared = &frame.function.local_variables[variable];
+                let ty = self.expect_ty(declared.ty, span)?;
+                if value.ty() != ty {
+                    let name = declared.name.as_deref().unwrap_or("the variable");
+                    return Err(self.error(span, format!("{name} is {ty} but gets {}", value.ty())));
+                }
+                let skipped = self.skipped(state, span)?;
+                let old = state.locals[&variable].clone();
+                let new = self.new_expr(Op::Select, &[skipped, old, value], span)?;
+                state.locals.insert(variable, new);
+            }
+            Statement::Call { function, arguments, result } => {
+                let callee = &self.module.functions[*function];
+                let args =
+                    arguments.iter().map(|a| self.value(frame, state, *a)).collect::<Result<Vec<Expr>>>()?;
+                let value = match self.builtin(callee, &args, span)? {
+                    Some(value) => Some(value),
+                    None => self.call(callee, args, span)?,
+                };
+                if let (Some(result), Some(value)) = (result, value) {
+                    frame.values.insert(*result, value);
+                }
+            }
+            Statement::Kill => return self.refuse(span, "discard", "a mask returns false"),
+            Statement::ControlBarrier(_) | Statement::MemoryBarrier(_) => {
+                return self.refuse(span, "a barrier", "every score is computed on its own");
+            }
+            Statement::ImageStore { .. } | Statement::ImageAtomic { .. } => {
+                return self.refuse(span, "a texture", "capture a tensor");
+            }
+            Statement::Atomic { .. } => {
+                return self.refuse(span, "an atomic", "every score is computed on its own");
+            }
+            Statement::SubgroupBallot { .. }
+            | Statement::SubgroupGather { .. }
+            | Statement::SubgroupCollectiveOperation { .. } => {
+                return self.refuse(span, "a subgroup operation", "every score is computed on its own");
+            }
+            Statement::WorkGroupUniformLoad { .. }
+            | Statement::RayQuery { .. }
+            | Statement::RayPipelineFunction(_)
+            | Statement::CooperativeStore { .. } => {
+                return self.refuse(
+                    span,
+                    "this statement",
+                    "only f32, i32, u32 and bool values are computed",
+                );
+            }
+        }
+        Ok(())
+    }
+
+    fn switch(
+        &mut self,
+        frame: &mut Frame<'_>,
+        state: &mut State,
+        selector: &Expr,
+        cases: &[SwitchCase],
+        span: Span,
+        path: &Expr,
+    ) -> Result<()> {
+        // Values that lead to one body: those before it fall through.
+        let mut branches: Vec<(Option<Expr>, &Block)> = Vec::new();
+        let (mut pending, mut default) = (Expr::constant(false), false);
+        for case in cases {
+            let value = match case.value {
+                SwitchValue::I32(x) => Some(Expr::constant(x)),
+                SwitchValue::U32(x) => Some(Expr::constant(x)),
+                SwitchValue::Default => None,
+            };
+            match value {
+                Some(value) => {
+                    let equal = self.new_expr(Op::Eq, &[selector.clone(), value], span)?;
+                    pending = self.or(&pending, &equal, span)?;
+                }
+                None => default = true,
+            }
+            if !case.fall_through {
+                branches.push((if default { None } else { Some(pending) }, &case.body));
+                (pending, default) = (Expr::constant(false), false);
+            }
+        }
+        // The default takes what no other case does.
+        let mut others = Expr::constant(false);
+        for (condition, _) in &branches {
+            if let Some(condition) = condition {
+                others = self.or(&others, condition, span)?;
+            }
+        }
+        let rest = self.not(&others, span)?;
+
+        let outer = state.outer.clone();
+        let before = std::mem::replace(&mut state.broken, Expr::constant(false));
+        state.outer = self.or(&outer, &before, span)?;
+        let start = state.clone();
+        let mut merged: Option<State> = None;
+        for (condition, body) in branches.iter().rev() {
+            let condition = condition.as_ref().unwrap_or(&rest);
+            if condition.as_constant() == Some(Value::Bool(false)) {
+                continue;
+            }
+            let mut branch = start.clone();
+            self.block(frame, &mut branch, body, &self.and(path, condition, span)?)?;
+            merged = Some(match merged {
+                None => branch,
+                Some(other) => self.merge(condition, branch, other, span)?,
+            });
+        }
+        if let Some(merged) = merged {
+            *state = merged;
+        }
+        state.broken = before;
+        state.outer = outer;
+        Ok(())
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the parts of naga's statement")]
+    fn repeat(
+        &mut self,
+        frame: &mut Frame<'_>,
+        state: &mut State,
+        body: &Block,
+        continuing: &Block,
+        break_if: Option<Handle<Expression>>,
+        span: Span,
+        path: &Expr,
+    ) -> Result<()> {
+        let no = Expr::constant(false);
+        let (outer, broken, continued) = (state.outer.clone(), state.broken.clone(), state.continued.clone());
+        state.outer = self.skipped(state, span)?;
+        (state.broken, state.continued) = (no.clone(), no.clone());
+        let mut returned = false;
+        for step in 0.. {
+            if step > MAX_NODES {
+                return Err(self.error(
+                    span,
+                    format!(
+                        "this loop does not end after a constant number of steps ({MAX_NODES} were tried); \
+                         its condition must depend on constants alone"
+                    ),
+                ));
+            }
+            self.block(frame, state, body, path)?;
+            if state.ended {
+                // Everything that was still running has returned; what left earlier goes on after the loop.
+                returned = true;
+                break;
+            }
+            state.continued = no.clone();
+            self.block(frame, state, continuing, path)?;
+            if let Some(condition) = break_if {
+                let condition = self.value(frame, state, condition)?;
+                state.broken = self.or(&state.broken, &condition, span)?;
+            }
+            if state.broken.as_constant() == Some(Value::Bool(true)) {
+                break;
+            }
+        }
+        let left = state.broken.as_constant() != Some(Value::Bool(false));
+        state.ended = returned && !left;
+        (state.outer, state.broken, state.continued) = (outer, broken, continued);
+        Ok(())
+    }
+
+    fn value(&mut self, frame: &mut Frame<'_>, state: &State, handle: Handle<Expression>) -> Result<Expr> {
+        if let Some(value) = frame.values.get(&handle) {
+            return Ok(value.clone());
+        }
+        match self.evaluate(frame, state, handle)? {
+            Some(value) => Ok(value),
+            None => {
+                let span = frame.function.expressions.get_span(handle);
+                self.refuse(span, "a pointer", "use values")
+            }
+        }
+    }
+
+    /// The value of an expression; nothing for a pointer to a variable, which only loads and stores use.
+    fn evaluate(
+        &mut self,
+        frame: &mut Frame<'_>,
+        state: &State,
+        handle: Handle<Expression>,
+    ) -> Result<Option<Expr>> {
+        let function = frame.function;
+        let span = function.expressions.get_span(handle);
+        let value = match &function.expressions[handle] {
+            Expression::LocalVariable(_) | Expression::GlobalVariable(_) => return Ok(None),
+            Expression::FunctionArgument(i) => frame.args[*i as usize].clone(),
+            Expression::Load { pointer } => match function.expressions[*pointer] {
+                Expression::LocalVariable(variable) => state.locals[&variable].clone(),
+                Expression::GlobalVariable(variable) => {
+                    let name = self.module.global_variables[variable].name.as_deref().unwrap_or("");
+                    self.global(name, span)?
+                }
+                _ => return self.refuse(span, "an element of an array or struct", "capture a tensor"),
+            },
+            Expression::CallResult(_) => return Err(self.error(span, "this call has no result")),
+            Expression::Literal(_) | Expression::Constant(_) | Expression::ZeroValue(_) => {
+                self.constant(&function.expressions, handle)?
+            }
+            Expression::Override(_) => return self.refuse(span, "an override", "use a named scalar"),
+            Expression::Unary { op, expr } => {
+                let a = self.value(frame, state, *expr)?;
+                let op = match op {
+                    UnaryOperator::Negate => Op::Neg,
+                    UnaryOperator::LogicalNot | UnaryOperator::BitwiseNot => Op::Not,
+                };
+                self.new_expr(op, &[a], span)?
+            }
+            Expression::Binary { op, left, right } => {
+                let a = self.value(frame, state, *left)?;
+                let b = self.value(frame, state, *right)?;
+                self.binary(*op, a, b, span)?
+            }
+            Expression::Select { condition, accept, reject } => {
+                let condition = self.value(frame, state, *condition)?;
+                let yes = self.value(frame, state, *accept)?;
+                let no = self.value(frame, state, *reject)?;
+                self.new_expr(Op::Select, &[condition, yes, no], span)?
+            }
+            Expression::Relational { fun, argument } => match fun {
+                RelationalFunction::All | RelationalFunction::Any => self.value(frame, state, *argument)?,
+                RelationalFunction::IsNan | RelationalFunction::IsInf => {
+                    return self.refuse(
+                        span,
+                        "a test for NaN or infinity",
+                        "GPUs need not keep them: select by the input",
+                    );
+                }
+            },
+            Expression::Math { fun, arg, arg1, arg2, arg3 } => {
+                let mut args = vec![self.value(frame, state, *arg)?];
+                for arg in [arg1, arg2, arg3].into_iter().flatten() {
+                    args.push(self.value(frame, state, *arg)?);
+                }
+                self.math(*fun, &args, span)?
+            }
+            Expression::As { expr, kind, convert } => {
+                let a = self.value(frame, state, *expr)?;
+                self.convert(a, *kind, *convert, span)?
+            }
+            Expression::Compose { .. } | Expression::Splat { .. } | Expression::Swizzle { .. } => {
+                return self.refuse(
+                    span,
+                    "a vector, array or struct",
+                    "use single values, and capture tables as tensors",
+                );
+            }
+            Expression::Access { .. } | Expression::AccessIndex { .. } => {
+                return self.refuse(span, "indexing", "captured tensors are called: table(i, j)");
+            }
+            Expression::ImageSample { .. } | Expression::ImageLoad { .. } | Expression::ImageQuery { .. } => {
+                return self.refuse(span, "a texture", "capture a tensor");
+            }
+            Expression::Derivative { .. } => {
+                return self.refuse(span, "a screen derivative", "every score is computed on its own");
+            }
+            Expression::AtomicResult { .. }
+            | Expression::WorkGroupUniformLoadResult { .. }
+            | Expression::ArrayLength(_)
+            | Expression::RayQueryVertexPositions { .. }
+            | Expression::RayQueryProceedResult
+            | Expression::RayQueryGetIntersection { .. }
+            | Expression::SubgroupBallotResult
+            | Expression::SubgroupOperationResult { .. }
+            | Expression::CooperativeLoad { .. }
+            | Expression::CooperativeMultiplyAdd { .. } => {
+                return self.refuse(
+                    span,
+                    "this operation",
+                    "only f32, i32, u32 and bool values are computed",
+                );
+            }
+        };
+        Ok(Some(value))
+    }
+
+    fn constant(&self, arena: &naga::Arena<Expression>, handle: Handle<Expression>) -> Result<Expr> {
+        let span = arena.get_span(handle);
+        let value = match &arena[handle] {
+            Expression::Literal(literal) => match literal {
+                Literal::F32(x) => Value::F32(*x),
+                Literal::I32(x) => Value::I32(*x),
+                Literal::U32(x) => Value::U32(*x),
+                Literal::Bool(x) => Value::Bool(*x),
+                Literal::AbstractFloat(x) => Value::F32(*x as f32),
+                Literal::AbstractInt(x) => match i32::try_from(*x) {
+                    Ok(x) => Value::I32(x),
+                    Err(_) => return Err(self.error(span, format!("{x} does not fit an i32"))),
+                },
+                Literal::F64(_) | Literal::F16(_) => {
+                    return self.refuse(span, "f16 or f64", "scores are computed in f32");
+                }
+                Literal::U64(_) | Literal::I64(_) | Literal::U16(_) | Literal::I16(_) => {
+                    return self.refuse(span, "16-bit or 64-bit integers", "use i32 or u32");
+                }
+            },
+            Expression::ZeroValue(ty) => Value::zero(self.expect_ty(*ty, span)?),
+            Expression::Constant(constant) => {
+                return self.constant(&self.module.global_expressions, self.module.constants[*constant].init);
+            }
+            _ => {
+                return self.refuse(
+                    span,
+                    "this constant",
+                    "use f32, i32, u32 or bool, and capture tables as tensors",
+                );
+            }
+        };
+        Ok(Expr::constant(value))
+    }
+
+    fn global(&self, name: &str, span: Span) -> Result<Expr> {
+        match name {
+            "q_len" => return Ok(Expr::input(Input::QLen)),
+            "kv_len" => return Ok(Expr::input(Input::KvLen)),
+            _ => {}
+        }
+        match self.scalars.iter().find(|s| &*s.name == name) {
+            Some(decl) => Ok(Expr::scalar(decl.clone())),
+            None => self.refuse(
+                span,
+                &format!("the module-scope variable {name}"),
+                "use const, a named scalar, or capture a tensor",
+            ),
+        }
+    }
+
+    /// A call of a captured tensor or of a function of the prelude.
+    fn builtin(&self, callee: &Function, args: &[Expr], span: Span) -> Result<Option<Expr>> {
+        let name = callee.name.as_deref().unwrap_or("");
+        if let Some(decl) = self.captures.iter().find(|c| &*c.name == name) {
+            return self.new_expr(Op::Gather(decl.clone()), args, span).map(Some);
+        }
+        // A function of the text may have the name of one of ours, and then it is meant.
+        let declared = FUNCTIONS.iter().any(|(function, _)| *function == name);
+        let own = declared && self.is_prelude(callee);
+        if !own {
+            return Ok(None);
+        }
+        let op = match name {
+            "floor_div" => Op::FloorDiv,
+            "floor_mod" => Op::FloorMod,
+            "wrapping_add" | "wrapping_add_u32" => Op::WrappingAdd,
+            "wrapping_sub" | "wrapping_sub_u32" => Op::WrappingSub,
+            "wrapping_mul" | "wrapping_mul_u32" => Op::WrappingMul,
+            "wrapping_neg" => Op::WrappingNeg,
+            "sigmoid" => Op::Sigmoid,
+            _ => return Ok(None),
+        };
+        self.new_expr(op, args, span).map(Some)
+    }
+
+    /// Whether a function is declared after the text.
+    fn is_prelude(&self, function: &Function) -> bool {
+        let found = self.module.functions.iter().find(|(_, f)| f.name == function.name);
+        let range: Range<usize> =
+            found.and_then(|(handle, _)| self.module.functions.get_span(handle).to_range()).unwrap_or(0..0);
+        range.start >= self.source.full.len()
+    }
+
+    fn binary(&self, op: BinaryOperator, a: Expr, b: Expr, span: Span) -> Result<Expr> {
+        let op = match op {
+            BinaryOperator::Add => Op::Add,
+            BinaryOperator::Subtract => Op::Sub,
+            BinaryOperator::Multiply => Op::Mul,
+            BinaryOperator::Divide => Op::Div,
+            BinaryOperator::Modulo if a.ty() == Type::F32 && b.ty() == Type::F32 => {
+                // x - y * trunc(x / y)
+                let quotient = self.new_expr(Op::Div, &[a.clone(), b.clone()], span)?;
+                let whole = self.new_expr(Op::Trunc, &[quotient], span)?;
+                let product = self.new_expr(Op::Mul, &[b, whole], span)?;
+                return self.new_expr(Op::Sub, &[a, product], span);
+            }
+            BinaryOperator::Modulo => Op::Rem,
+            BinaryOperator::Equal => Op::Eq,
+            BinaryOperator::NotEqual => Op::Ne,
+            BinaryOperator::Less => Op::Lt,
+            BinaryOperator::LessEqual => Op::Le,
+            BinaryOperator::Greater => Op::Gt,
+            BinaryOperator::GreaterEqual => Op::Ge,
+            BinaryOperator::And | BinaryOperator::LogicalAnd => Op::And,
+            BinaryOperator::ExclusiveOr => Op::Xor,
+            BinaryOperator::InclusiveOr | BinaryOperator::LogicalOr => Op::Or,
+            BinaryOperator::ShiftLeft => Op::Shl,
+            BinaryOperator::ShiftRight => Op::Shr,
+        };
+        self.new_expr(op, &[a, b], span)
+    }
+
+    fn convert(&self, a: Expr, kind: ScalarKind, width: Option<u8>, span: Span) -> Result<Expr> {
+        let op = match (kind, width) {
+            (ScalarKind::Float, Some(4)) => Op::ToF32,
+            (ScalarKind::Sint, Some(4)) => Op::ToI32,
+            (ScalarKind::Uint, Some(4)) => Op::ToU32,
+            (ScalarKind::Bool, _) => Op::ToBool,
+            // bitcast
+            (ScalarKind::Float, None) if a.ty() == Type::F32 => return Ok(a),
+            (ScalarKind::Sint, None) if a.ty() == Type::I32 => return Ok(a),
+            (ScalarKind::Uint, None) if a.ty() == Type::U32 => return Ok(a),
+            (ScalarKind::Float, None) => Op::BitsToF32,
+            (ScalarKind::Sint, None) if a.ty() == Type::F32 => Op::BitsToI32,
+            (ScalarKind::Uint, None) if a.ty() == Type::F32 => Op::BitsToU32,
+            (ScalarKind::Sint, None) => Op::ToI32,
+            (ScalarKind::Uint, None) => Op::ToU32,
+            _ => return self.refuse(span, "a conversion to this type", "use f32, i32, u32 or bool"),
+        };
+        self.new_expr(op, &[a], span)
+    }
+
+    fn math(&self, fun: MathFunction, args: &[Expr], span: Span) -> Result<Expr> {
+        let constant = |x: f32| Expr::constant(x);
+        let op = match fun {
+            MathFunction::Abs => Op::Abs,
+            MathFunction::Min => Op::Min,
+            MathFunction::Max => Op::Max,
+            MathFunction::Clamp => Op::Clamp,
+            MathFunction::Cos => Op::Cos,
+            MathFunction::Sin => Op::Sin,
+            MathFunction::Tan => Op::Tan,
+            MathFunction::Tanh => Op::Tanh,
+            MathFunction::Ceil => Op::Ceil,
+            MathFunction::Floor => Op::Floor,
+            MathFunction::Round => Op::Round,
+            MathFunction::Fract => Op::Fract,
+            MathFunction::Trunc => Op::Trunc,
+            MathFunction::Exp => Op::Exp,
+            MathFunction::Exp2 => Op::Exp2,
+            MathFunction::Log => Op::Log,
+            MathFunction::Log2 => Op::Log2,
+            MathFunction::Pow => Op::Pow,
+            MathFunction::Sign => Op::Sign,
+            MathFunction::Sqrt => Op::Sqrt,
+            MathFunction::CountOneBits => Op::CountOneBits,
+            MathFunction::Saturate => {
+                return self.new_expr(Op::Clamp, &[args[0].clone(), constant(0.0), constant(1.0)], span);
+            }
+            MathFunction::InverseSqrt => {
+                let root = self.new_expr(Op::Sqrt, args, span)?;
+                return self.new_expr(Op::Div, &[constant(1.0), root], span);
+            }
+            MathFunction::Radians => {
+                return self.new_expr(
+                    Op::Mul,
+                    &[args[0].clone(), constant(std::f32::consts::PI / 180.0)],
+                    span,
+                );
+            }
+            MathFunction::Degrees => {
+                return self.new_expr(
+                    Op::Mul,
+                    &[args[0].clone(), constant(180.0 / std::f32::consts::PI)],
+                    span,
+                );
+            }
+            MathFunction::Fma => {
+                let product = self.new_expr(Op::Mul, &args[..2], span)?;
+                return self.new_expr(Op::Add, &[product, args[2].clone()], span);
+            }
+            MathFunction::Mix => {
+                // a * (1 - t) + b * t
+                let rest = self.new_expr(Op::Sub, &[constant(1.0), args[2].clone()], span)?;
+                let a = self.new_expr(Op::Mul, &[args[0].clone(), rest], span)?;
+                let b = self.new_expr(Op::Mul, &[args[1].clone(), args[2].clone()], span)?;
+                return self.new_expr(Op::Add, &[a, b], span);
+            }
+            MathFunction::Step => {
+                let reached = self.new_expr(Op::Le, args, span)?;
+                return self.new_expr(Op::Select, &[reached, constant(1.0), constant(0.0)], span);
+            }
+            _ => {
+                let name = format!("the function {fun:?}").to_lowercase();
+                return self.refuse(span, &name, "write it with the functions that are, or capture a table");
+            }
+        };
+        self.new_expr(op, args, span)
+    }
+}
