@@ -24,9 +24,13 @@
 //!
 //! summed over the query heads of a group, and over the batch where k and v have one entry.
 
+mod gradients;
+
 use crate::error::{Error, Result};
 use crate::expr::{Bound, Capture, Env, MaskMod, Program, Scalar, ScoreMod};
 use crate::shape::AttentionShape;
+
+pub use gradients::{Gradients, backward};
 
 /// One attention problem. Tensors are row-major and have no gaps.
 #[derive(Clone, Copy, Debug)]
@@ -177,7 +181,6 @@ struct Definition<'a> {
 struct Row {
     at: [usize; 3],
     /// q.k * scale, for every key that counts.
-    #[expect(dead_code, reason = "the gradients read it")]
     raw: Vec<f64>,
     /// After score_mod; minus infinity where the pair is not kept.
     post: Vec<f64>,
