@@ -31,6 +31,21 @@ use crate::error::{Error, Result};
 use crate::kernels::{Kernel, NONE};
 use crate::runtime::{Binding, Dispatch, Limits, Profile, Runtime, Tier, Usage};
 
+/// `Send` and `Sync` where workers are threads. In a page there is one worker, and what it captures is bound to it.
+#[cfg(not(target_arch = "wasm32"))]
+mod workers {
+    pub(super) use std::marker::{Send as Sent, Sync as Shared};
+}
+#[cfg(target_arch = "wasm32")]
+mod workers {
+    pub(super) trait Sent {}
+    impl<T> Sent for T {}
+    pub(super) trait Shared {}
+    impl<T> Shared for T {}
+}
+
+use workers::{Sent, Shared};
+
 /// All cores of this machine as a runtime. Cloning gives another handle.
 #[derive(Clone, Debug)]
 pub struct Cpu {
@@ -109,11 +124,11 @@ impl Cpu {
 
     /// Runs `work` on every item, items in any order on any core, and gives the results in the order of the items.
     /// Each worker has a state of its own.
-    fn each<S, T: Send>(
+    fn each<S, T: Sent>(
         &self,
         items: &[Item],
-        state: impl Fn() -> Result<S> + Sync,
-        work: impl Fn(&mut S, &Item) -> Result<T> + Sync,
+        state: impl Fn() -> Result<S> + Shared,
+        work: impl Fn(&mut S, &Item) -> Result<T> + Shared,
     ) -> Result<Vec<T>> {
         let next = AtomicUsize::new(0);
         let worker = || -> Result<Vec<(usize, T)>> {
@@ -125,6 +140,9 @@ impl Cpu {
             }
         };
         let workers = self.cores.min(items.len());
+        #[cfg(target_arch = "wasm32")]
+        let mut done = if workers > 0 { worker()? } else { Vec::new() };
+        #[cfg(not(target_arch = "wasm32"))]
         let mut done = if workers <= 1 {
             worker()?
         } else {
@@ -158,11 +176,11 @@ impl Cpu {
     }
 
     /// Items on all cores, with the mods bound for each worker.
-    fn blocks<S: Default, T: Send>(
+    fn blocks<S: Default, T: Sent>(
         &self,
         launch: &Launch<'_>,
         items: &[Item],
-        work: impl for<'a> Fn(&'a Launch<'a>, &mut Mods<'a>, &Item, &mut S) -> Result<T> + Sync,
+        work: impl for<'a> Fn(&'a Launch<'a>, &mut Mods<'a>, &Item, &mut S) -> Result<T> + Shared,
     ) -> Result<Vec<T>> {
         let grad = launch.spec.kernel != Kernel::Forward;
         let programs = Programs::new(&launch.spec.mods, grad)?;

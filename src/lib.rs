@@ -25,6 +25,7 @@ pub mod reference;
 mod runtime;
 mod shape;
 
+pub use cpu::Cpu;
 pub use error::{Error, ParseError, Result};
 pub use expr::{Capture, MaskMod, Scalar, ScoreMod};
 #[cfg(feature = "wgpu")]

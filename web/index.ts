@@ -16,7 +16,7 @@
  *
  * @module
  */
-import * as wasm from "./wasm/flexattn_web.js";
+import * as wasm from "./wasm/flexattn.js";
 
 // ---------------------------------------------------------------------------------------------
 // Tensors
@@ -83,7 +83,7 @@ export interface Capture {
 }
 
 /** A run-time scalar: changing it compiles nothing. A plain number is an f32. */
-export type Scalar = number | boolean | { readonly f32: number } | { readonly i32: number } | { readonly u32: number };
+export type Scalar = number | { readonly f32: number } | { readonly i32: number } | { readonly u32: number };
 
 /** Captured tensors and scalars, by the names that the mods use. */
 export interface Values {
@@ -190,11 +190,23 @@ let loading: Promise<void> | undefined;
 
 async function load(source: ModuleSource | undefined): Promise<void> {
   await wasm.default({ module_or_path: source ?? (await besideThisFile()) });
-  wasm.start(FlexattnError);
+  wasm.start(FlexattnError, pause);
+}
+
+/** Lets the page handle what is waiting. A message port, because timers are held back to 4 ms and more. */
+function pause(): Promise<void> {
+  return new Promise((resolve) => {
+    const { port1, port2 } = new MessageChannel();
+    port1.onmessage = () => {
+      port1.close();
+      resolve();
+    };
+    port2.postMessage(null);
+  });
 }
 
 async function besideThisFile(): Promise<URL | BufferSource> {
-  const url = new URL("./wasm/flexattn_web_bg.wasm", import.meta.url);
+  const url = new URL("./wasm/flexattn_bg.wasm", import.meta.url);
   if (url.protocol !== "file:") return url;
   // Node's fetch does not read files. The name is spelled so that bundlers for pages leave it alone.
   const fs = "node:fs/promises";
@@ -284,4 +296,343 @@ export class Gpu {
   [Symbol.dispose](): void {
     this.free();
   }
+}
+
+// ---------------------------------------------------------------------------------------------
+// BlockMask
+
+/** The sizes that a mask is laid over. */
+export interface MaskShape {
+  /** 1 unless the mask depends on `b`. */
+  readonly batch?: number | undefined;
+  /** Query heads; 1 unless the mask depends on `h`. */
+  readonly heads?: number | undefined;
+  readonly qLen: number;
+  readonly kvLen: number;
+  /** Position of query row 0, per batch entry or for all: 0 unless given. */
+  readonly qOffset?: number | readonly number[] | undefined;
+  /** How many keys count, per batch entry: all unless given. */
+  readonly kvLens?: readonly number[] | undefined;
+  /** Rows and columns of a block, 128 by 128 unless given. Kernels take 128 by 128. */
+  readonly block?: readonly [rows: number, columns: number] | undefined;
+}
+
+/** The blocks of one batch entry and head. */
+export interface Blocks {
+  readonly rows: number;
+  readonly columns: number;
+  /** Row-major: 0 empty (skipped), 1 partial (the mask decides pair by pair), 2 full (the mask is not asked). */
+  readonly kinds: Uint8Array;
+  /** Row-major, for 128 by 128 blocks: 4 by 4 tiles of 32 by 32, two bits each with the same meaning; tile (r, c) is at bit `2 * (4 * r + c)`. */
+  readonly tiles: Uint32Array;
+}
+
+/** Which blocks of the query-key grid a mask keeps. Built inside {@link Attention} when it is not given. */
+export class BlockMask {
+  /** @internal */
+  readonly raw: wasm.BlockMask;
+
+  private constructor(raw: wasm.BlockMask) {
+    this.raw = raw;
+  }
+
+  /** From a mask, by range analysis where it decides and by looking where it does not. */
+  static build(maskMod: MaskMod, shape: MaskShape, values: Values = {}): BlockMask {
+    return new BlockMask(wasm.BlockMask.build(maskMod, shape, values));
+  }
+
+  /** From the value of every pair, `[batch, heads, qLen, kvLen]` row-major, 0 for masked. */
+  static fromDense(mask: Uint8Array, shape: MaskShape): BlockMask {
+    return new BlockMask(wasm.BlockMask.fromDense(mask, shape));
+  }
+
+  /** From packed sequences: the offsets at which they start, and the total length last. */
+  static fromOffsets(offsets: readonly number[] | Uint32Array | Int32Array, causal = false): BlockMask {
+    return new BlockMask(wasm.BlockMask.fromOffsets(Array.from(offsets), causal));
+  }
+
+  /** What {@link toBytes} gave. It holds blocks, not the mask: use it together with a `maskMod`. */
+  static fromBytes(bytes: Uint8Array): BlockMask {
+    return new BlockMask(wasm.BlockMask.fromBytes(bytes));
+  }
+
+  get qLen(): number {
+    return this.raw.qLen;
+  }
+
+  get kvLen(): number {
+    return this.raw.kvLen;
+  }
+
+  /** Batch entries and heads with lists of their own: 1 where all are alike. */
+  get distinct(): { readonly batch: number; readonly heads: number } {
+    return { batch: this.raw.batch, heads: this.raw.heads };
+  }
+
+  /** Kept pairs over all pairs. Counts them where ranges leave it open. */
+  get density(): number {
+    return this.raw.density();
+  }
+
+  /** Pairs in empty blocks over all pairs: the part of the work that is never visited. */
+  get sparsity(): number {
+    return this.raw.sparsity();
+  }
+
+  /** The blocks of one batch entry and head. */
+  blocks(batch = 0, head = 0): Blocks {
+    return this.raw.blocks(batch, head);
+  }
+
+  /** The mask itself over a window of one batch entry and head, row-major, 1 for kept. */
+  tokens(window: { batch?: number; head?: number; q: readonly [from: number, to: number]; kv: readonly [from: number, to: number] }): Uint8Array {
+    const { batch = 0, head = 0, q, kv } = window;
+    return this.raw.tokens(batch, head, q[0], q[1], kv[0], kv[1]);
+  }
+
+  /** Pairs that both keep. */
+  and(other: BlockMask): BlockMask {
+    return new BlockMask(this.raw.and(other.raw));
+  }
+
+  /** Pairs that either keeps. */
+  or(other: BlockMask): BlockMask {
+    return new BlockMask(this.raw.or(other.raw));
+  }
+
+  /** Pairs that this one masks. */
+  not(): BlockMask {
+    return new BlockMask(this.raw.not());
+  }
+
+  /** The blocks as a PNG, a few pixels per block. */
+  picture(): Uint8Array {
+    return this.raw.picture();
+  }
+
+  /** The blocks in a form to store. */
+  toBytes(): Uint8Array {
+    return this.raw.toBytes();
+  }
+
+  /** The blocks as text, one character each. */
+  toString(): string {
+    return this.raw.toText();
+  }
+
+  free(): void {
+    this.raw.free();
+  }
+
+  [Symbol.dispose](): void {
+    this.free();
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Attention
+
+/** What an attention operation means. */
+export interface AttentionOptions extends Values {
+  /** Which pairs are kept: all, unless given. */
+  readonly maskMod?: MaskMod | undefined;
+  /** What becomes of a score: nothing, unless given. */
+  readonly scoreMod?: ScoreMod | undefined;
+  /** Blocks known beforehand. Without it they are found from `maskMod` and remembered. */
+  readonly blockMask?: BlockMask | undefined;
+  /** Factor of the dot products: 1 / sqrt(headDim) unless given. */
+  readonly scale?: number | undefined;
+  /** Position of query row 0, for all or per batch entry: what `q` in a mod counts from. */
+  readonly qOffset?: number | readonly number[] | undefined;
+  /** How many keys count, for all or per batch entry: the filled part of a cache. */
+  readonly kvLen?: number | readonly number[] | undefined;
+  /** One attention sink per query head: a key of this score that has no value. */
+  readonly sinks?: readonly number[] | Float32Array | undefined;
+}
+
+/** What may change from call to call; none of it compiles anything. */
+export interface CallOptions<R extends Residence = Residence> extends Values, Pick<AttentionOptions, "scale" | "qOffset" | "kvLen"> {
+  /** Where results go: where `q` is, unless given. */
+  readonly to?: R | undefined;
+}
+
+/** Options of {@link Attention.forward}. */
+export interface ForwardOptions<R extends Residence = Residence> extends CallOptions<R> {
+  /** Whether the largest kept score of each row is wanted. */
+  readonly max?: boolean | undefined;
+  /** Where `out` is written, on the GPU: it may lie in the same buffer as q, k and v. A new buffer unless given. */
+  readonly out?: Tensor<GPUBuffer> | undefined;
+}
+
+/** Attention's result. On the GPU, buffers belong to the caller, who destroys them. */
+export interface Output<R extends Residence, D extends HostData | GPUBuffer = HostData | GPUBuffer> {
+  /** `[batch, heads, qLen, vDim]`, in the dtype of q. */
+  readonly out: OutputTensor<DataIn<R, D>>;
+  /** `[batch, heads, qLen]`: natural logarithm of the sum of exponentials of a row's kept scores; -Infinity for a row that keeps nothing. */
+  readonly lse: FloatsIn<R>;
+  /** `[batch, heads, qLen]`: the largest kept score; -Infinity for a row that keeps nothing. `null` unless asked for. */
+  readonly max: FloatsIn<R> | null;
+}
+
+/** What {@link Attention.backward} is given and asked for. */
+export interface BackwardOptions<R extends Residence = Residence> extends CallOptions<R> {
+  /** Gradient of `lse`, `[batch, heads, qLen]`; 0 unless given. */
+  readonly dlse?: Float32Array | GPUBuffer | undefined;
+  /** Which gradients: all of q, k and v unless given. Only these are computed. */
+  readonly wants?: readonly ("q" | "k" | "v")[] | undefined;
+  /** Names of captured float tensors that the score mod reads and whose gradients are wanted. */
+  readonly wantsCaptures?: readonly string[] | undefined;
+}
+
+/** Gradients. What was not asked for is `null`. */
+export interface Gradients<R extends Residence, D extends HostData | GPUBuffer = HostData | GPUBuffer> {
+  readonly dq: OutputTensor<DataIn<R, D>> | null;
+  readonly dk: OutputTensor<DataIn<R, D>> | null;
+  readonly dv: OutputTensor<DataIn<R, D>> | null;
+  /** By name, in the capture's shape, f32. */
+  readonly captures: Readonly<Record<string, FloatsIn<R>>>;
+}
+
+/**
+ * An attention operation: a mask, a score modification, and the kernel that they became.
+ *
+ * Calls return at once with a promise and take effect in the order in which they were made. Few query
+ * rows against many keys run as split decode by themselves. The heads of q are a multiple of those of
+ * k and v (grouped queries), and a batch of 1 in k and v serves every batch entry of q.
+ */
+export class Attention {
+  /** @internal */
+  readonly raw: wasm.Attention;
+
+  /** @throws {FlexattnError} for a mod that does not hold up, with the position in its text. */
+  constructor(gpu: Gpu, options: AttentionOptions = {}) {
+    const { blockMask, ...rest } = options;
+    this.raw = new wasm.Attention(gpu.raw, rest, blockMask?.raw);
+  }
+
+  /** softmax(scoreMod(q kᵀ scale)) v over the kept pairs. */
+  forward<D extends HostData | GPUBuffer, R extends Residence = HomeOf<D>>(
+    q: Tensor<D>,
+    k: Tensor,
+    v: Tensor,
+    options: ForwardOptions<R> = {},
+  ): Promise<Output<R, D>> {
+    return this.raw.forward(q, k, v, options) as Promise<Output<R, D>>;
+  }
+
+  /** Gradients of a loss, given those of `out` and, if it depends on it, of `lse`. `output` is what {@link forward} returned for the same q, k and v. */
+  backward<D extends HostData | GPUBuffer, R extends Residence = HomeOf<D>>(
+    q: Tensor<D>,
+    k: Tensor,
+    v: Tensor,
+    output: Output<Residence>,
+    dout: Tensor,
+    options: BackwardOptions<R> = {},
+  ): Promise<Gradients<R, D>> {
+    return this.raw.backward(q, k, v, output, dout, options) as Promise<Gradients<R, D>>;
+  }
+
+  /** The attention weights of some query rows, `[batch, heads, rows.length, kvLen]`: for looking at, not for speed. */
+  weights(q: Tensor, k: Tensor, rows: readonly number[], options: CallOptions<"host"> = {}): Promise<Float32Array> {
+    return this.raw.weights(q, k, rows, options);
+  }
+
+  /** The same result straight from the definition, in f64, on the CPU: slow, and for comparing. */
+  reference(q: Tensor<HostData>, k: Tensor<HostData>, v: Tensor<HostData>, options: CallOptions<"host"> = {}): Reference {
+    return this.raw.reference(q, k, v, options);
+  }
+
+  free(): void {
+    this.raw.free();
+  }
+
+  [Symbol.dispose](): void {
+    this.free();
+  }
+}
+
+/** What {@link Attention.reference} gives, in f64. */
+export interface Reference {
+  readonly out: Float64Array;
+  readonly lse: Float64Array;
+  readonly max: Float64Array;
+}
+
+/** Plain attention in one call: an optional bias that is added to the scores, `[1 or B, 1 or H, L, S]`. */
+export async function sdpa<D extends HostData | GPUBuffer>(
+  gpu: Gpu,
+  q: Tensor<D>,
+  k: Tensor,
+  v: Tensor,
+  options: { readonly causal?: boolean; readonly bias?: Capture; readonly scale?: number } = {},
+): Promise<OutputTensor<DataIn<HomeOf<D>, D>>> {
+  const attention = new Attention(gpu, wasm.sdpaOptions(options) as AttentionOptions);
+  try {
+    const { out } = await attention.forward(q, k, v);
+    return out;
+  } finally {
+    attention.free();
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Looking inside
+
+/** A mask or score modification of the library. */
+export interface Prebuilt {
+  readonly kind: "mask" | "score";
+  readonly name: string;
+  /** What it says, in the notation of the mods. */
+  readonly formula: string;
+  readonly parameters: readonly { readonly name: string; readonly about: string }[];
+}
+
+/** Every mask and score modification that can be asked for by name. */
+export function prebuilt(): readonly Prebuilt[] {
+  return wasm.prebuilt();
+}
+
+/** A mod spelled out: text, and the tensors and scalars that it reads. */
+export interface Spelled {
+  readonly text: string;
+  readonly captures: Readonly<Record<string, Capture>>;
+  readonly scalars: Readonly<Record<string, Scalar>>;
+}
+
+/** Spells a mod as the expression that it became, simplified; parameters that depend on sizes follow `shape`. */
+export function spell(kind: "mask" | "score", mod: MaskMod | ScoreMod, shape: MaskShape, values: Values = {}): Spelled {
+  return wasm.spell(kind, mod, shape, values);
+}
+
+/** What is wrong with the mods' texts, for an editor: empty when nothing is. Nothing is compiled. */
+export function check(options: Pick<AttentionOptions, "maskMod" | "scoreMod" | "captures" | "scalars">): Diagnostic[] {
+  return wasm.check(options);
+}
+
+/** What {@link emit} is told. */
+export interface EmitOptions extends Values {
+  readonly maskMod?: MaskMod | undefined;
+  readonly scoreMod?: ScoreMod | undefined;
+  /** `wgsl` is the dialect of browsers. */
+  readonly language: "wgsl" | "msl";
+  readonly pass?: "forward" | "decode" | "backward" | undefined;
+  readonly headDim?: number | undefined;
+  readonly vDim?: number | undefined;
+  readonly dtype?: DType | undefined;
+  /** The tier whose kernel is meant: `portable` unless given. Without meaning for MSL. */
+  readonly tier?: Exclude<Tier, "cpu"> | undefined;
+}
+
+/** One kernel of a pass, complete and ready for any compiler of its language. */
+export interface KernelText {
+  /** Spells the variant: entry point, dtype, dims, tile. */
+  readonly label: string;
+  readonly entryPoint: string;
+  readonly workgroup: readonly [number, number, number];
+  readonly text: string;
+}
+
+/** The kernels that mods become. No device is needed. */
+export function emit(options: EmitOptions): KernelText[] {
+  return wasm.emit(options);
 }

@@ -3,7 +3,7 @@
 use std::rc::Rc;
 
 use flexattn::kernels::WGSL_FILES;
-use flexattn::{Error, Limits, Profile, Result, Tier};
+use flexattn::{Cpu, Error, Limits, Profile, Result, Runtime, Tier};
 use js_sys::{Array, JsString, Object, Promise, Reflect};
 use wasm_bindgen::prelude::wasm_bindgen;
 use wasm_bindgen::{JsCast, JsValue};
@@ -36,7 +36,7 @@ pub struct Gpu {
 
 impl std::fmt::Debug for Gpu {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Gpu").field("profile", flexattn::Runtime::profile(&self.page)).finish_non_exhaustive()
+        f.debug_struct("Gpu").field("profile", self.page.profile()).finish_non_exhaustive()
     }
 }
 
@@ -76,13 +76,13 @@ impl Gpu {
     /// Name of the tier.
     #[wasm_bindgen(getter)]
     pub fn tier(&self) -> String {
-        flexattn::Runtime::profile(&self.page).tier.name().to_owned()
+        self.page.profile().tier.name().to_owned()
     }
 
     /// The adapter in words.
     #[wasm_bindgen(getter)]
     pub fn adapter(&self) -> String {
-        flexattn::Runtime::profile(&self.page).adapter.clone()
+        self.page.profile().adapter.clone()
     }
 
     /// Why no better tier is in use.
@@ -174,12 +174,9 @@ fn wanted_limits(adapter: &GpuAdapter) -> Object {
 }
 
 fn cpu(reason: String) -> Gpu {
-    let mut profile = Profile::floor(Tier::Cpu);
-    profile.adapter = "WebAssembly".into();
-    profile.browser = true;
-    profile.limits =
-        Limits { storage_binding: u64::from(u32::MAX), buffer: u64::from(u32::MAX), ..Limits::default() };
-    Gpu { page: Page::cpu(profile), notes: vec![reason] }
+    let cpu = Cpu::new();
+    let profile = Profile { adapter: "WebAssembly".into(), browser: true, ..cpu.profile().clone() };
+    Gpu { page: Page::cpu(profile, cpu), notes: vec![reason] }
 }
 
 async fn adopt(device: GpuDevice, owned: bool, forced: Option<Tier>) -> Result<Gpu> {

@@ -10,6 +10,7 @@ mod error;
 mod gpu;
 mod js;
 mod runtime;
+mod tensor;
 mod webgpu;
 
 use std::cell::RefCell;

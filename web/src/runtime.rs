@@ -4,14 +4,14 @@
 //! let the page breathe) waits in a queue, and everything that comes later waits behind it, so that the
 //! order of calls is the order of effects. A [`Call`] collects what went wrong on the way.
 
-use std::cell::{Cell, Ref, RefCell, RefMut};
+use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
 use std::future::{Future, poll_fn};
 use std::ops::Range;
 use std::rc::{Rc, Weak};
 use std::task::{Poll, Waker};
 
-use flexattn::{Dispatch, Error, Profile, Result, Runtime, Usage};
+use flexattn::{Cpu, Dispatch, Error, Profile, Result, Runtime, Usage};
 use js_sys::futures::spawn_local;
 use js_sys::{ArrayBuffer, Uint8Array};
 use wasm_bindgen::{JsCast, JsValue};
@@ -39,7 +39,7 @@ struct Inner {
 
 enum Engine {
     Gpu(SharedGpu),
-    Cpu,
+    Cpu(Cpu),
 }
 
 struct Job {
@@ -50,6 +50,7 @@ struct Job {
 enum Work {
     Run(Vec<Dispatch<Buffer>>),
     Write(Buffer, u64, Vec<u8>),
+    Copy(Buffer, Range<u64>, Buffer),
 }
 
 /// One call of the API: how much of it is outstanding, and the first thing that went wrong.
@@ -109,7 +110,7 @@ pub(crate) struct Buffer(Rc<Memory>);
 
 enum Memory {
     Gpu { buffer: GpuBuffer, bytes: u64, ours: Cell<bool> },
-    Cpu(RefCell<Vec<u8>>),
+    Cpu { buffer: flexattn::cpu::Buffer, bytes: u64 },
 }
 
 impl Drop for Memory {
@@ -118,6 +119,16 @@ impl Drop for Memory {
             && ours.get()
         {
             buffer.destroy();
+        }
+    }
+}
+
+impl PartialEq for Buffer {
+    /// The same memory.
+    fn eq(&self, other: &Self) -> bool {
+        match (&*self.0, &*other.0) {
+            (Memory::Gpu { buffer: a, .. }, Memory::Gpu { buffer: b, .. }) => a == b,
+            _ => Rc::ptr_eq(&self.0, &other.0),
         }
     }
 }
@@ -146,30 +157,24 @@ impl Buffer {
     pub(crate) fn gpu(&self) -> Result<&GpuBuffer> {
         match &*self.0 {
             Memory::Gpu { buffer, .. } => Ok(buffer),
-            Memory::Cpu(_) => {
+            Memory::Cpu { .. } => {
                 Err(Error::buffer("the buffer lies in WebAssembly memory, not on a GPU device"))
             }
         }
     }
 
-    pub(crate) fn bytes(&self) -> Ref<'_, [u8]> {
+    pub(crate) fn cpu(&self) -> Result<&flexattn::cpu::Buffer> {
         match &*self.0 {
-            Memory::Cpu(bytes) => Ref::map(bytes.borrow(), Vec::as_slice),
-            Memory::Gpu { .. } => unreachable!("only buffers of the cpu tier reach its kernels"),
-        }
-    }
-
-    pub(crate) fn bytes_mut(&self) -> RefMut<'_, [u8]> {
-        match &*self.0 {
-            Memory::Cpu(bytes) => RefMut::map(bytes.borrow_mut(), Vec::as_mut_slice),
-            Memory::Gpu { .. } => unreachable!("only buffers of the cpu tier reach its kernels"),
+            Memory::Cpu { buffer, .. } => Ok(buffer),
+            Memory::Gpu { .. } => {
+                Err(Error::buffer("the buffer lies on a GPU device, not in WebAssembly memory"))
+            }
         }
     }
 
     fn size(&self) -> u64 {
         match &*self.0 {
-            Memory::Gpu { bytes, .. } => *bytes,
-            Memory::Cpu(bytes) => bytes.borrow().len() as u64,
+            Memory::Gpu { bytes, .. } | Memory::Cpu { bytes, .. } => *bytes,
         }
     }
 
@@ -231,8 +236,8 @@ impl Page {
     }
 
     /// WebAssembly alone.
-    pub(crate) fn cpu(profile: Profile) -> Self {
-        Self::new(profile, Engine::Cpu)
+    pub(crate) fn cpu(profile: Profile, cpu: Cpu) -> Self {
+        Self::new(profile, Engine::Cpu(cpu))
     }
 
     fn new(profile: Profile, engine: Engine) -> Self {
@@ -253,7 +258,7 @@ impl Page {
     pub(crate) fn device(&self) -> Option<&SharedGpu> {
         match &self.0.engine {
             Engine::Gpu(gpu) => Some(gpu),
-            Engine::Cpu => None,
+            Engine::Cpu(_) => None,
         }
     }
 
@@ -359,10 +364,19 @@ impl Page {
             (Engine::Gpu(gpu), Work::Write(buffer, offset, bytes)) => {
                 gpu.write(buffer.gpu()?, *offset, bytes)
             }
-            (Engine::Cpu, Work::Run(dispatches)) => crate::cpu::run(dispatches).await,
-            (Engine::Cpu, Work::Write(buffer, offset, bytes)) => {
-                store(buffer, *offset, bytes);
-                Ok(())
+            (Engine::Gpu(gpu), Work::Copy(from, range, to)) => {
+                let copied = gpu.copy(from, range.clone(), to);
+                gpu.flush();
+                self.check(&job.call);
+                copied
+            }
+            (Engine::Cpu(cpu), Work::Copy(from, range, to)) => {
+                let bytes = cpu.read(from.cpu()?, range.clone()).await?;
+                cpu.write(to.cpu()?, 0, &bytes)
+            }
+            (Engine::Cpu(cpu), Work::Run(dispatches)) => crate::cpu::run(cpu, dispatches).await,
+            (Engine::Cpu(cpu), Work::Write(buffer, offset, bytes)) => {
+                cpu.write(buffer.cpu()?, *offset, bytes)
             }
         }
     }
@@ -376,7 +390,7 @@ impl Page {
         let length = array.length();
         let buffer = self.create(label, length.into(), Usage::Tensor)?;
         match &self.0.engine {
-            Engine::Cpu => array.copy_to(&mut buffer.bytes_mut()[..length as usize]),
+            Engine::Cpu(cpu) => cpu.write(buffer.cpu()?, 0, &array.to_vec())?,
             Engine::Gpu(gpu) if length % 4 == 0 => gpu.write_array(buffer.gpu()?, array)?,
             Engine::Gpu(gpu) => {
                 let mut bytes = array.to_vec();
@@ -385,6 +399,19 @@ impl Page {
             }
         }
         Ok(buffer)
+    }
+
+    /// Copies a range of whole words to the start of another buffer.
+    pub(crate) fn copy(&self, from: &Buffer, range: Range<u64>, to: &Buffer) -> Result<()> {
+        self.alive()?;
+        from.check(range.start, range.end - range.start)?;
+        match &self.0.engine {
+            Engine::Gpu(gpu) if self.idle() => gpu.copy(from, range, to),
+            _ => {
+                self.enqueue(Work::Copy(from.clone(), range, to.clone()));
+                Ok(())
+            }
+        }
     }
 
     /// The bytes of each range as an ArrayBuffer of its own, after all work given so far. When nothing
@@ -417,12 +444,14 @@ impl Page {
                     page.check(&call);
                     staged?
                 }
-                (Engine::Cpu, None) => {
+                (Engine::Cpu(cpu), None) => {
                     call.submitted().await?;
-                    let parts = ranges.iter().map(|(buffer, range)| {
-                        Uint8Array::from(&buffer.bytes()[range.start as usize..range.end as usize]).buffer()
-                    });
-                    return Ok(parts.map(JsCast::unchecked_into).collect());
+                    let mut arrays = Vec::new();
+                    for (buffer, range) in &ranges {
+                        let bytes = cpu.read(buffer.cpu()?, range.clone()).await?;
+                        arrays.push(Uint8Array::from(bytes.as_slice()).buffer().unchecked_into());
+                    }
+                    return Ok(arrays);
                 }
             };
             let arrays = match staged.arrays().await {
@@ -480,11 +509,6 @@ impl Page {
     }
 }
 
-fn store(buffer: &Buffer, offset: u64, bytes: &[u8]) {
-    let at = offset as usize;
-    buffer.bytes_mut()[at..at + bytes.len()].copy_from_slice(bytes);
-}
-
 impl Runtime for Page {
     type Buffer = Buffer;
 
@@ -515,13 +539,9 @@ impl Runtime for Page {
                 let buffer = gpu.create(label, bytes, usage)?;
                 Ok(Buffer::own(buffer))
             }
-            Engine::Cpu => {
-                let out_of_memory = || Error::OutOfMemory { label: label.to_owned(), bytes };
-                let length = usize::try_from(bytes).map_err(|_| out_of_memory())?;
-                let mut memory = Vec::new();
-                memory.try_reserve_exact(length).map_err(|_| out_of_memory())?;
-                memory.resize(length, 0);
-                Ok(Buffer(Rc::new(Memory::Cpu(RefCell::new(memory)))))
+            Engine::Cpu(cpu) => {
+                let buffer = cpu.create(label, bytes, usage)?;
+                Ok(Buffer(Rc::new(Memory::Cpu { buffer, bytes })))
             }
         }
     }
@@ -542,10 +562,7 @@ impl Runtime for Page {
                 gpu.flush();
                 gpu.write(buffer.gpu()?, offset, bytes)
             }
-            Engine::Cpu => {
-                store(buffer, offset, bytes);
-                Ok(())
-            }
+            Engine::Cpu(cpu) => cpu.write(buffer.cpu()?, offset, bytes),
         }
     }
 
@@ -553,13 +570,13 @@ impl Runtime for Page {
         if let Some(buffer) = self.0.constants.borrow_mut().get(key) {
             return Ok(buffer);
         }
-        let mut whole = bytes();
-        whole.resize(whole.len().next_multiple_of(4), 0);
-        let buffer = self.create(label, whole.len() as u64, Usage::Constant)?;
+        let mut bytes = bytes();
+        bytes.resize(bytes.len().next_multiple_of(4), 0);
+        let buffer = self.create(label, bytes.len() as u64, Usage::Constant)?;
         // Nobody else has the buffer yet: no need to wait behind the queue.
         match &self.0.engine {
-            Engine::Gpu(gpu) => gpu.write(buffer.gpu()?, 0, &whole)?,
-            Engine::Cpu => store(&buffer, 0, &whole),
+            Engine::Gpu(gpu) => gpu.write(buffer.gpu()?, 0, &bytes)?,
+            Engine::Cpu(cpu) => cpu.write(buffer.cpu()?, 0, &bytes)?,
         }
         self.0.constants.borrow_mut().put(key, buffer.clone());
         Ok(buffer)

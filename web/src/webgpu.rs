@@ -251,6 +251,25 @@ impl WebGpu {
         }
     }
 
+    /// Adds a copy of a range of whole words to what is recorded.
+    pub(crate) fn copy(&self, from: &Buffer, range: std::ops::Range<u64>, to: &Buffer) -> Result<()> {
+        self.enter();
+        let mut open = self.open.borrow_mut();
+        let open = open
+            .get_or_insert_with(|| Open { encoder: self.device.create_command_encoder(), held: Vec::new() });
+        open.held.extend([from.clone(), to.clone()]);
+        let length = range.end - range.start;
+        open.encoder
+            .copy_buffer_to_buffer_with_f64_and_f64_and_f64(
+                from.gpu()?,
+                range.start as f64,
+                to.gpu()?,
+                0.0,
+                length as f64,
+            )
+            .map_err(|exception| Error::buffer(message(&exception)))
+    }
+
     /// Adds copies into one mappable buffer to what is recorded, and submits. The ranges start and end
     /// at multiples of 4 bytes.
     pub(crate) fn stage(&self, ranges: &[(Buffer, std::ops::Range<u64>)]) -> Result<Staged> {

@@ -208,6 +208,11 @@ pub(crate) fn debian_std() -> bool {
 /// Cargo for a target that this machine does not run, in a target folder of its own: `cargo_for("wasm32-unknown-unknown",
 /// "check")` and so on. The toolchain of rustup where it has the target, else Debian's.
 pub(crate) fn cargo_for(target: &str, command: &str) -> Program {
+    cargo_with_profile(target, command, "release")
+}
+
+/// The same with another profile.
+pub(crate) fn cargo_with_profile(target: &str, command: &str, profile: &str) -> Program {
     let folder = crate::target_folder().join("cross");
     let program = if rustup_has(target) {
         Program::words("cargo").arg(command)
@@ -219,7 +224,7 @@ pub(crate) fn cargo_for(target: &str, command: &str) -> Program {
             .env("RUSTC_BOOTSTRAP", "1")
             .env("CARGO_TARGET_WASM32_UNKNOWN_UNKNOWN_LINKER", "wasm-ld-19")
     };
-    program.args(["--release", "--target", target, "--target-dir"]).arg(folder)
+    program.args(["--profile", profile, "--target", target, "--target-dir"]).arg(folder)
 }
 
 fn is_root() -> bool {

@@ -3,6 +3,8 @@
 //! ```text
 //! cargo xtask test [--install] [--full] [SUITE..]   every suite, or the named ones
 //! cargo xtask test --list                           the suites and what each needs
+//! cargo xtask web [--package]                       the npm package and the demo page
+//! cargo xtask serve [--port N]                      the demo page in a browser
 //! ```
 
 mod drivers;
@@ -10,6 +12,7 @@ mod machine;
 mod process;
 mod report;
 mod test;
+mod web;
 
 use lexopt::prelude::*;
 use std::process::ExitCode;
@@ -21,6 +24,9 @@ usage: cargo xtask COMMAND
       --install    bring what is missing (apt packages on Debian and Ubuntu, unpacked drivers, npm packages)
       --full       everything: every dtype on every tier, long property tests, mutants
       --list       name the suites and what each of them needs
+  web [--package]                       build the npm package (web/dist) and the demo page (web/demo/dist)
+      --package    only the package
+  serve [--port N]                      show the demo page on localhost, built first if it is not there
 ";
 
 fn main() -> ExitCode {
@@ -41,6 +47,8 @@ fn run() -> Result<bool, Box<dyn std::error::Error>> {
     match arguments.next()? {
         Some(Value(command)) => match command.to_str() {
             Some("test") => test::main(arguments),
+            Some("web") => web::main(arguments),
+            Some("serve") => web::serve(arguments),
             _ => Err(format!("there is no command {command:?}\n{USAGE}").into()),
         },
         Some(Long("help") | Short('h')) | None => {

@@ -2,13 +2,14 @@
 
 import type { DType } from "flexattn";
 
-/** A mod as the page edits it: where it started, its parameters, and its text. */
+/** A mod as the page edits it: the one of the library that it started from, and what was changed. */
 export interface ModState {
-  /** Name of the preset, or "custom" once the text has been changed by hand. */
+  /** Name in the library. Edited text still reads the tensors that this one captures. */
   preset: string;
-  text: string;
-  /** Values of the sliders, by name: the scalars of the mod. */
+  /** Values of the sliders, by the names of the parameters; the library's own defaults for others. */
   params: Record<string, number>;
+  /** The text, once it has been changed by hand; until then it follows preset, parameters and sizes. */
+  text: string | null;
 }
 
 export interface State {
@@ -62,7 +63,7 @@ export function decode(text: string, start: State): State {
   }
   for (const which of ["mask", "score"] as const) {
     const mod = read[which];
-    if (isMod(mod)) state[which] = { preset: mod.preset, text: mod.text.slice(0, 20_000), params: { ...mod.params } };
+    if (isMod(mod)) state[which] = { preset: mod.preset, params: { ...mod.params }, text: mod.text?.slice(0, 20_000) ?? null };
   }
   const oneOf = <T>(value: unknown, allowed: readonly T[], otherwise: T): T => (allowed.includes(value as T) ? (value as T) : otherwise);
   const count = (value: unknown, below: number, otherwise: number): number =>
@@ -89,7 +90,7 @@ function isMod(value: unknown): value is ModState {
   const { preset, text, params } = value as Partial<Record<keyof ModState, unknown>>;
   return (
     typeof preset === "string" &&
-    typeof text === "string" &&
+    (typeof text === "string" || text === null) &&
     typeof params === "object" &&
     params !== null &&
     Object.values(params).every((number) => typeof number === "number" && Number.isFinite(number))

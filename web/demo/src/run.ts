@@ -1,0 +1,179 @@
+// What this machine makes of it: a check against the reference, and times beside an unfused baseline.
+
+import { Attention, type Gpu, type HostData, type MaskMod, type ScoreMod, type Tensor, type Values } from "flexattn";
+
+/** The mods as the page holds them. */
+export interface Mods extends Values {
+  maskMod: MaskMod;
+  scoreMod: ScoreMod;
+}
+
+export interface Sample {
+  /** Kept pairs over all pairs. */
+  density: number;
+  length: number;
+  ms: number;
+  /** The same result by unfused kernels; `null` where they do not fit. */
+  baselineMs: number | null;
+  name: string;
+}
+
+export interface Watch {
+  /** 0 to 1, and what is being done. */
+  progress: (part: number, what: string) => void;
+  signal: AbortSignal;
+}
+
+const HEADS = 4;
+const DIM = 64;
+
+/** Elements that look like activations: normal, the same on every visit. */
+export function normal(count: number, seed: number): Float32Array {
+  const values = new Float32Array(count);
+  let state = seed >>> 0 || 1;
+  const uniform = (): number => {
+    state ^= state << 13;
+    state ^= state >>> 17;
+    state ^= state << 5;
+    return ((state >>> 0) + 0.5) / 2 ** 32;
+  };
+  for (let i = 0; i < count; i++) values[i] = Math.sqrt(-2 * Math.log(uniform())) * Math.cos(2 * Math.PI * uniform());
+  return values;
+}
+
+function inputs(heads: number, length: number, dim: number): [Tensor<HostData>, Tensor<HostData>, Tensor<HostData>] {
+  const shape = [1, heads, length, dim] as const;
+  const make = (seed: number): Tensor<HostData> => ({ data: normal(heads * length * dim, seed), shape });
+  return [make(1), make(2), make(3)];
+}
+
+export interface Verdict {
+  ok: boolean;
+  text: string;
+}
+
+/** The page's mods on this machine against the definition in f64. */
+export async function verify(gpu: Gpu, mods: Mods, heads: number, length: number): Promise<Verdict> {
+  const attention = new Attention(gpu, mods);
+  try {
+    const [q, k, v] = inputs(heads, length, DIM);
+    const started = performance.now();
+    const got = await attention.forward(q, k, v, { to: "host" });
+    const took = performance.now() - started;
+    const want = attention.reference(q, k, v);
+    let worst = 0;
+    let largest = 0;
+    let broken = 0;
+    want.out.forEach((value, at) => {
+      const difference = Math.abs((got.out.data[at] ?? Number.NaN) - value);
+      if (Number.isNaN(difference)) broken++;
+      else worst = Math.max(worst, difference);
+      largest = Math.max(largest, Math.abs(value));
+    });
+    const ok = broken === 0 && worst <= 5e-5 * Math.max(largest, 1);
+    const size = `${heads} heads × ${length} tokens × ${DIM}`;
+    const text = ok
+      ? `Right: the largest difference from the f64 reference is ${worst.toExponential(1)} (${size}, first call ${took.toFixed(0)} ms, compiling included).`
+      : `Wrong: ${broken > 0 ? `${broken} values are not numbers` : `the largest difference is ${worst.toExponential(1)}`} (${size}). Please report this with the address of this page.`;
+    return { ok, text };
+  } finally {
+    attention.free();
+  }
+}
+
+/** Milliseconds of one call: the median of rounds that take turns, so that a busy machine hits both alike. */
+async function times(gpu: Gpu, calls: readonly (() => Promise<void>)[], signal: AbortSignal): Promise<number[]> {
+  const rounds = 5;
+  const repeats: number[] = [];
+  for (const call of calls) {
+    // Compiles, and says how often a round has to repeat to be measurable.
+    await call();
+    await gpu.idle();
+    const started = performance.now();
+    await call();
+    await gpu.idle();
+    repeats.push(Math.max(1, Math.min(20, Math.round(30 / Math.max(performance.now() - started, 0.5)))));
+  }
+  const found: number[][] = calls.map(() => []);
+  for (let round = 0; round < rounds; round++) {
+    for (const [which, call] of calls.entries()) {
+      signal.throwIfAborted();
+      const repeat = repeats[which] ?? 1;
+      const started = performance.now();
+      for (let i = 0; i < repeat; i++) await call();
+      await gpu.idle();
+      found[which]?.push((performance.now() - started) / repeat);
+    }
+  }
+  return found.map((list) => list.sort((a, b) => a - b)[Math.floor(list.length / 2)] ?? Number.NaN);
+}
+
+async function sample(gpu: Gpu, mods: Partial<Mods>, name: string, length: number, density: number, watch: Watch): Promise<Sample> {
+  const attention = new Attention(gpu, mods);
+  const tensors = inputs(HEADS, length, DIM);
+  const held: GPUBuffer[] = [];
+  try {
+    const { device } = gpu;
+    const [q, k, v] = tensors.map((tensor): Tensor => {
+      if (device === null) return tensor;
+      const data = tensor.data as Float32Array<ArrayBuffer>;
+      const buffer = device.createBuffer({ size: data.byteLength, usage: GPUBufferUsage.STORAGE | GPUBufferUsage.COPY_DST });
+      device.queue.writeBuffer(buffer, 0, data);
+      held.push(buffer);
+      return { data: buffer, shape: tensor.shape, dtype: "f32" };
+    }) as [Tensor, Tensor, Tensor];
+    const keep = (data: HostData | GPUBuffer): void => {
+      if ("destroy" in data) data.destroy();
+    };
+    const fused = async (): Promise<void> => keep((await attention.forward(q, k, v)).out.data);
+    const plain = async (): Promise<void> => keep((await attention.unfused(q, k, v)).out.data);
+    const fits = device !== null && HEADS * length * length * 4 <= device.limits.maxStorageBufferBindingSize;
+    const [ms = Number.NaN, baselineMs = null] = await times(gpu, fits ? [fused, plain] : [fused], watch.signal);
+    return { density, length, ms, baselineMs, name };
+  } finally {
+    for (const buffer of held) buffer.destroy();
+    attention.free();
+  }
+}
+
+/** The length at which a dense call takes long enough to measure and short enough to wait for. */
+async function reach(gpu: Gpu, watch: Watch): Promise<number> {
+  const { ms, baselineMs } = await sample(gpu, {}, "probe", 256, 1, watch);
+  const slowest = Math.max(ms, baselineMs ?? 0);
+  let length = 512;
+  // Dense work grows with the square of the length; a sample repeats a call about a dozen times.
+  while (length < 8192 && slowest * (2 * length / 256) ** 2 < 250) length *= 2;
+  return length;
+}
+
+export interface Times {
+  density: Sample[];
+  length: Sample[];
+}
+
+/** Times against density (windows of several widths, and the page's own mods) and against length. `found` hears of each sample. */
+export async function measure(gpu: Gpu, modsAt: (length: number) => Mods, densityOf: (length: number, mask: MaskMod) => number, watch: Watch, found: (times: Times) => void): Promise<Times> {
+  const times: Times = { density: [], length: [] };
+  watch.progress(0, "finding a length that suits this machine");
+  const longest = await reach(gpu, watch);
+  const masks: [string, MaskMod][] = [16, 8, 4, 2].map((part) => [`window of ${longest / part}`, { name: "sliding_window", window: longest / part }]);
+  masks.push(["causal", { name: "causal" }], ["everything", { name: "noop" }]);
+  const lengths = [longest / 8, longest / 4, longest / 2, longest].filter((length) => length >= 128);
+  const steps = masks.length + lengths.length;
+  let done = 0;
+  for (const [name, maskMod] of masks) {
+    watch.progress(done++ / steps, `${name}, ${longest} tokens`);
+    const density = densityOf(longest, maskMod);
+    times.density.push(await sample(gpu, { ...modsAt(longest), maskMod }, name, longest, density, watch));
+    times.density.sort((a, b) => a.density - b.density);
+    found(times);
+  }
+  for (const length of lengths) {
+    watch.progress(done++ / steps, `your mask, ${length} tokens`);
+    const mods = modsAt(length);
+    times.length.push(await sample(gpu, mods, "your mask", length, densityOf(length, mods.maskMod), watch));
+    found(times);
+  }
+  watch.progress(1, "done");
+  return times;
+}

@@ -1,0 +1,199 @@
+//! `cargo xtask web` builds the npm package and the demo page; `cargo xtask serve` shows the page.
+//!
+//! The steps, each of which a person can run: cargo for wasm32 with the profile `web`, wasm-bindgen,
+//! wasm-opt, tsc, vite. What they need comes from npm by `web/package-lock.json`, but for wasm-bindgen's
+//! command, which has to be of the same version as the crate.
+
+use crate::machine::cargo_with_profile;
+use crate::process::{Program, on_path};
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+
+type Outcome = Result<bool, Box<dyn std::error::Error>>;
+
+/// The most that the module may weigh on the wire.
+const MODULE_CEILING: u64 = 500_000;
+
+/// `cargo xtask web [--package]`
+pub(crate) fn main(mut arguments: lexopt::Parser) -> Outcome {
+    let mut demo = true;
+    while let Some(argument) = arguments.next()? {
+        match argument {
+            lexopt::Arg::Long("package") => demo = false,
+            other => return Err(other.unexpected().into()),
+        }
+    }
+    npm_packages()?;
+    wasm()?;
+    package()?;
+    if demo {
+        page()?;
+    }
+    Ok(sizes()? <= MODULE_CEILING)
+}
+
+/// `cargo xtask serve [--port N]`
+pub(crate) fn serve(mut arguments: lexopt::Parser) -> Outcome {
+    let mut port = 4173;
+    while let Some(argument) = arguments.next()? {
+        match argument {
+            lexopt::Arg::Long("port") => port = lexopt::ValueExt::parse(&arguments.value()?)?,
+            other => return Err(other.unexpected().into()),
+        }
+    }
+    if !Path::new("web/demo/dist/index.html").is_file() {
+        npm_packages()?;
+        wasm()?;
+        package()?;
+        page()?;
+    }
+    let listener = TcpListener::bind(("127.0.0.1", port))?;
+    let address = format!("http://localhost:{}/", listener.local_addr()?.port());
+    println!("flexattn demo: {address} (ends with Ctrl-C)");
+    let opener = if cfg!(target_os = "macos") { "open" } else { "xdg-open" };
+    if on_path(opener).is_some() {
+        Program::new(opener).arg(&address).run_quietly();
+    }
+    for stream in listener.incoming() {
+        // A browser that goes away in the middle of an answer is no reason to stop.
+        stream.and_then(|stream| answer(stream, Path::new("web/demo/dist"))).ok();
+    }
+    Ok(true)
+}
+
+fn step(program: Program) -> Result<(), String> {
+    let text = program.to_string();
+    if program.run().ok { Ok(()) } else { Err(format!("`{text}` failed")) }
+}
+
+fn npm_packages() -> Result<(), String> {
+    if Path::new("web/node_modules/.package-lock.json").is_file() {
+        return Ok(());
+    }
+    step(Program::words("npm ci --ignore-scripts --no-audit --no-fund").folder("web"))
+}
+
+/// The module and its glue, into `web/wasm`.
+fn wasm() -> Result<(), String> {
+    let mut build =
+        cargo_with_profile("wasm32-unknown-unknown", "build", "web").args(["--package", "flexattn-web"]);
+    if let Some(flags) = std::env::var_os("RUSTFLAGS") {
+        // RUSTFLAGS replaces what .cargo/config.toml says.
+        build = build.env("RUSTFLAGS", format!("{} --cfg=web_sys_unstable_apis", flags.to_string_lossy()));
+    }
+    step(build)?;
+    let module = crate::target_folder().join("cross/wasm32-unknown-unknown/web/flexattn_web.wasm");
+    let bindgen = bindgen()?;
+    let words = "--target web --out-dir web/wasm --out-name flexattn --remove-name-section --remove-producers-section";
+    step(Program::new(bindgen).args(words.split_whitespace()).arg(module))?;
+    let passes = "-O3 --enable-bulk-memory --enable-nontrapping-float-to-int --enable-sign-ext --enable-mutable-globals \
+        --enable-reference-types --enable-multivalue";
+    let file = "wasm/flexattn_bg.wasm";
+    step(
+        Program::words("node node_modules/binaryen/bin/wasm-opt")
+            .args(passes.split_whitespace())
+            .args([file, "-o", file])
+            .folder("web"),
+    )
+}
+
+/// wasm-bindgen's command, of the version that `web/Cargo.toml` pins; installed when it is missing.
+fn bindgen() -> Result<PathBuf, String> {
+    let manifest =
+        fs::read_to_string("web/Cargo.toml").map_err(|error| format!("web/Cargo.toml: {error}"))?;
+    let version = manifest
+        .lines()
+        .find_map(|line| line.strip_prefix("wasm-bindgen = \"=")?.strip_suffix('"'))
+        .ok_or("web/Cargo.toml does not pin wasm-bindgen")?;
+    let fits = |file: &Path| {
+        let said = Program::new(file).arg("--version").run_quietly();
+        said.ok && said.lines.iter().any(|line| line.split_whitespace().nth(1) == Some(version))
+    };
+    let own = crate::target_folder().join("tools/wasm-bindgen/bin/wasm-bindgen");
+    if let Some(found) =
+        [on_path("wasm-bindgen"), Some(own.clone())].into_iter().flatten().find(|file| fits(file))
+    {
+        return Ok(found);
+    }
+    let root = crate::target_folder().join("tools/wasm-bindgen");
+    let install =
+        Program::words("cargo install wasm-bindgen-cli --version").arg(version).arg("--root").arg(root);
+    step(install.env("CARGO_TARGET_DIR", crate::target_folder().join("tools/build")))?;
+    Ok(own)
+}
+
+/// `web/dist`: what is published.
+fn package() -> Result<(), Box<dyn std::error::Error>> {
+    let dist = Path::new("web/dist");
+    fs::remove_dir_all(dist).or_else(|error| if dist.exists() { Err(error) } else { Ok(()) })?;
+    step(Program::words("node node_modules/typescript/bin/tsc").folder("web"))?;
+    fs::create_dir_all(dist.join("wasm"))?;
+    for file in ["flexattn.js", "flexattn_bg.wasm"] {
+        fs::copy(Path::new("web/wasm").join(file), dist.join("wasm").join(file))?;
+    }
+    Ok(())
+}
+
+/// `web/demo/dist`: the page.
+fn page() -> Result<(), String> {
+    step(Program::words("node node_modules/typescript/bin/tsc --project demo").folder("web"))?;
+    step(Program::words("node node_modules/vite/bin/vite.js build demo --logLevel warn").folder("web"))
+}
+
+/// Says what the module weighs, raw and gzipped, and returns the latter.
+fn sizes() -> Result<u64, Box<dyn std::error::Error>> {
+    let count = "const b = require('node:fs').readFileSync('web/dist/wasm/flexattn_bg.wasm'); \
+        const z = require('node:zlib'); \
+        console.log(b.length, z.gzipSync(b, { level: 9 }).length, z.brotliCompressSync(b).length)";
+    let counted = Program::new("node").args(["-e", count]).run_quietly();
+    let numbers: Vec<u64> = counted
+        .lines
+        .iter()
+        .flat_map(|line| line.split_whitespace())
+        .filter_map(|word| word.parse().ok())
+        .collect();
+    let [raw, gzip, brotli] = numbers[..] else { return Err("node could not measure the module".into()) };
+    let verdict = if gzip <= MODULE_CEILING { "within" } else { "OVER" };
+    println!(
+        "module: {raw} bytes, {gzip} gzipped ({verdict} the ceiling of {MODULE_CEILING}), {brotli} in brotli"
+    );
+    Ok(gzip)
+}
+
+/// Answers one request with a file of `folder`.
+fn answer(mut stream: TcpStream, folder: &Path) -> std::io::Result<()> {
+    let mut request = Vec::new();
+    let mut part = [0; 1024];
+    while !request.windows(4).any(|end| end == b"\r\n\r\n") && request.len() < 16 << 10 {
+        match stream.read(&mut part)? {
+            0 => break,
+            read => request.extend_from_slice(&part[..read]),
+        }
+    }
+    let request = String::from_utf8_lossy(&request);
+    let path = request.split_whitespace().nth(1).unwrap_or("/").split(['?', '#']).next().unwrap_or("/");
+    let path = path.trim_start_matches('/');
+    let path = if path.is_empty() { "index.html" } else { path };
+    let inside = !path.split('/').any(|part| part == "..");
+    let body = if inside { fs::read(folder.join(path)).ok() } else { None };
+    let kind = match Path::new(path).extension().and_then(|ending| ending.to_str()) {
+        Some("html") => "text/html; charset=utf-8",
+        Some("js") => "text/javascript",
+        Some("css") => "text/css",
+        Some("wasm") => "application/wasm",
+        _ => "application/octet-stream",
+    };
+    match body {
+        Some(body) => {
+            write!(
+                stream,
+                "HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+                body.len()
+            )?;
+            stream.write_all(&body)
+        }
+        None => stream.write_all(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"),
+    }
+}
