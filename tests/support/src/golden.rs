@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use flexattn::Capture;
+use flexattn::{Capture, MaskMod, ScoreMod};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 
@@ -197,6 +197,39 @@ impl Golden {
     /// As [`load`](Self::load).
     pub fn shipped(name: &str) -> Result<Self, GoldenError> {
         Self::load(Self::directory().join(name).with_extension("safetensors"))
+    }
+
+    /// The score mod of the case, from its text and captures.
+    ///
+    /// # Errors
+    ///
+    /// When the text does not type-check.
+    pub fn score_mod(&self) -> flexattn::Result<Option<ScoreMod>> {
+        let captures = self.captures_read_by(self.score_text.as_deref());
+        self.score_text.as_deref().map(|text| ScoreMod::from_wgsl(text, &captures, &[])).transpose()
+    }
+
+    /// The mask of the case, from its text and captures.
+    ///
+    /// # Errors
+    ///
+    /// When the text does not type-check.
+    pub fn mask_mod(&self) -> flexattn::Result<Option<MaskMod>> {
+        let captures = self.captures_read_by(self.mask_text.as_deref());
+        self.mask_text.as_deref().map(|text| MaskMod::from_wgsl(text, &captures, &[])).transpose()
+    }
+
+    /// The captures whose names occur as calls in a text. The `used_by` lists are not relied upon: not every
+    /// file has them.
+    fn captures_read_by(&self, text: Option<&str>) -> Vec<Capture> {
+        let text = text.unwrap_or("");
+        let calls = |name: &str| {
+            text.match_indices(name).any(|(at, _)| {
+                let word = |c: char| c.is_alphanumeric() || c == '_';
+                !text[..at].ends_with(word) && text[at + name.len()..].trim_start().starts_with('(')
+            })
+        };
+        self.captures.iter().filter(|capture| calls(capture.name())).cloned().collect()
     }
 
     /// A stored tensor.

@@ -1,0 +1,88 @@
+//! Every golden case on the reference and on every tier that this machine has.
+//!
+//! One body for all tiers. A tier that is not here is printed as `skipped`; slow ones run a subset unless
+//! FLEXATTN_FULL=1.
+
+use flexattn::reference::{self, Problem};
+use flexattn::{AttentionShape, Layout};
+use flexattn_testing::Golden;
+
+fn goldens() -> Vec<Golden> {
+    let files = Golden::files(Golden::directory()).unwrap();
+    files.iter().map(|file| Golden::load(file).unwrap_or_else(|e| panic!("{e}"))).collect()
+}
+
+/// Outputs by name, as the golden files name them.
+fn reference_outputs(golden: &Golden) -> flexattn::Result<Vec<(String, Vec<f64>)>> {
+    let layout = |shape: &[usize]| Layout::contiguous([shape[0], shape[1], shape[2], shape[3]]);
+    let shape =
+        AttentionShape::new(&layout(&golden.q.shape)?, &layout(&golden.k.shape)?, &layout(&golden.v.shape)?)?;
+    let (score_mod, mask_mod) = (golden.score_mod()?, golden.mask_mod()?);
+    let problem = Problem {
+        scale: golden.scale,
+        score_mod: score_mod.as_ref(),
+        mask_mod: mask_mod.as_ref(),
+        ..Problem::new(shape, golden.q.f32(), golden.k.f32(), golden.v.f32())
+    };
+    let mut outputs = Vec::new();
+    let mut gradients =
+        |problem: &Problem<'_>, dout: &str, dlse: &str, suffix: &str| -> flexattn::Result<()> {
+            let Some(dout) = golden.values(dout) else { return Ok(()) };
+            let gradients = reference::backward(problem, dout, golden.values(dlse).unwrap_or(&[]))?;
+            for (name, values) in [("dq", gradients.dq), ("dk", gradients.dk), ("dv", gradients.dv)] {
+                outputs.push((format!("{name}{suffix}"), values));
+            }
+            outputs.extend(
+                gradients.captures.into_iter().map(|(name, values)| (format!("dcap.{name}"), values)),
+            );
+            if !gradients.sinks.is_empty() {
+                outputs.push(("dcap.sink".to_owned(), gradients.sinks));
+            }
+            Ok(())
+        };
+    gradients(&problem, "dout", "dlse", "")?;
+    let forward = reference::forward(&problem)?;
+    if let Some(sinks) = &golden.sinks {
+        let problem = Problem { sinks, ..problem };
+        gradients(&problem, "dout_sink", "", "_sink")?;
+        outputs.push(("out_sink".to_owned(), reference::forward(&problem)?.out));
+    }
+    outputs.extend([
+        ("out".to_owned(), forward.out),
+        ("lse".to_owned(), forward.lse),
+        ("max".to_owned(), forward.max),
+    ]);
+    Ok(outputs)
+}
+
+#[test]
+fn reference_agrees_with_every_golden() {
+    let (mut cases, mut with_gradients, mut failures) = (0, 0, Vec::new());
+    for golden in goldens() {
+        let outputs = reference_outputs(&golden).unwrap_or_else(|e| panic!("{}: {e}", golden.name));
+        let mut wanted = vec!["out".to_owned(), "lse".to_owned(), "max".to_owned()];
+        wanted.extend(golden.gradients());
+        wanted.extend(golden.sink_gradients());
+        wanted.extend(golden.values("out_sink").map(|_| "out_sink".to_owned()));
+        for name in &wanted {
+            let gold = golden.values(name).unwrap();
+            let Some((_, got)) = outputs.iter().find(|(found, _)| found == name) else {
+                failures.push(format!("{}: no {name}", golden.name));
+                continue;
+            };
+            // The gold was rounded to f32 once, and so were constants in the mods.
+            let off = |(&gold, &got): (&f32, &f64)| {
+                let gold = f64::from(gold);
+                gold != got && !((gold - got).abs() <= 1e-6 * gold.abs().max(1.0))
+            };
+            let wrong = gold.iter().zip(got).filter(|&pair| off(pair)).count();
+            if gold.len() != got.len() || wrong > 0 {
+                failures.push(format!("{}: {wrong} of {} elements of {name}", golden.name, gold.len()));
+            }
+        }
+        cases += 1;
+        with_gradients += usize::from(!golden.gradients().is_empty());
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+    assert_eq!((cases, with_gradients), (88, 60));
+}
