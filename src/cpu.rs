@@ -166,6 +166,7 @@ impl Cpu {
         match dispatch.spec.kernel {
             Kernel::Forward => self.forward(dispatch),
             Kernel::Delta => self.delta(dispatch),
+            Kernel::Dsink => self.dsink(dispatch),
             Kernel::Dq => self.dq(dispatch),
             Kernel::Dkv => self.dkv(dispatch),
             kernel => Err(Error::unsupported(format!(
@@ -225,18 +226,36 @@ impl Cpu {
     }
 
     fn delta(&self, dispatch: &Dispatch<Buffer>) -> Result<()> {
-        let (at, items, deltas) = with_launch(dispatch, |launch| {
+        let (params, items, rows) = with_launch(dispatch, |launch| {
             let p = &launch.params;
             let rows = p.batch as usize * p.q_heads as usize * p.q_len as usize;
             let items = launch.items(8, rows, 1);
-            let deltas =
+            let rows =
                 self.each(&items, || Ok(()), |(), item| Ok(backward::delta(launch, item.rows.clone())))?;
-            Ok((p.delta_at as usize, items, deltas))
+            Ok((*p, items, rows))
         })?;
         change(&dispatch.bindings[4], |words| {
             let stats: &mut [f32] = bytemuck::cast_slice_mut(words);
-            for (item, deltas) in items.iter().zip(&deltas) {
-                stats[at + item.rows.start..at + item.rows.end].copy_from_slice(deltas);
+            for (index, row) in items.iter().zip(&rows).flat_map(|(item, rows)| item.rows.clone().zip(rows)) {
+                stats[index] = row.lse;
+                stats[params.delta_at as usize + index] = row.delta;
+                if params.capture_at != NONE {
+                    stats[params.capture_at as usize + index] = row.dsink;
+                }
+            }
+        });
+        Ok(())
+    }
+
+    fn dsink(&self, dispatch: &Dispatch<Buffer>) -> Result<()> {
+        let p = with_launch(dispatch, |launch| Ok(launch.params))?;
+        let (heads, q_len) = (p.q_heads as usize, p.q_len as usize);
+        change(&dispatch.bindings[4], |words| {
+            let stats: &mut [f32] = &mut bytemuck::cast_slice_mut(words)[p.capture_at as usize..];
+            let (rows, sums) = stats.split_at_mut(p.batch as usize * heads * q_len);
+            for (h, sum) in sums[..heads].iter_mut().enumerate() {
+                let of_head = (0..p.batch as usize).flat_map(|b| &rows[(b * heads + h) * q_len..][..q_len]);
+                *sum = of_head.sum();
             }
         });
         Ok(())

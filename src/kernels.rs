@@ -39,8 +39,11 @@ pub enum Language {
 pub enum Kernel {
     /// out, lse and max of all query rows; needs nothing beyond core WebGPU.
     Forward,
-    /// delta = rowsum(out * dout) less the gradient of lse, for the other gradient kernels.
+    /// lse with sinks, and delta = rowsum(out * dout) less the gradient of lse: what the other gradient
+    /// kernels need of each row.
     Delta,
+    /// The gradient of the attention sinks, from what [`Kernel::Delta`] left of each row.
+    Dsink,
     /// The gradient of q.
     Dq,
     /// The gradients of k and v.
@@ -58,6 +61,7 @@ impl Kernel {
     pub const ALL: &[Kernel] = &[
         Kernel::Forward,
         Kernel::Delta,
+        Kernel::Dsink,
         Kernel::Dq,
         Kernel::Dkv,
         Kernel::CapturedRows,
@@ -69,7 +73,8 @@ impl Kernel {
     pub const fn file(self) -> &'static str {
         match self {
             Kernel::Forward => "forward",
-            Kernel::Delta | Kernel::Dq | Kernel::Dkv => "backward",
+            Kernel::Delta | Kernel::Dsink => "delta",
+            Kernel::Dq | Kernel::Dkv => "backward",
             Kernel::CapturedRows | Kernel::CapturedColumns | Kernel::CapturedScatter => "captured",
         }
     }
@@ -79,6 +84,7 @@ impl Kernel {
         match self {
             Kernel::Forward => "forward",
             Kernel::Delta => "delta",
+            Kernel::Dsink => "dsink",
             Kernel::Dq => "dq",
             Kernel::Dkv => "dkv",
             Kernel::CapturedRows => "rows",
@@ -92,6 +98,7 @@ impl Kernel {
         match self {
             Kernel::Forward => false,
             Kernel::Delta
+            | Kernel::Dsink
             | Kernel::Dq
             | Kernel::Dkv
             | Kernel::CapturedRows
@@ -235,12 +242,14 @@ impl KernelSpec {
         match self.kernel {
             Kernel::Forward => [input, input, input, ReadWrite, ReadWrite, Read, Read, Read, Uniform],
             Kernel::Delta
+            | Kernel::Dsink
             | Kernel::Dq
             | Kernel::Dkv
             | Kernel::CapturedRows
             | Kernel::CapturedColumns
             | Kernel::CapturedScatter => {
-                [input, input, input, input, ReadWrite, Read, Read, ReadWrite, Uniform]
+                // Gradients are written to tensors of their own, so nothing is pooled.
+                [Read, Read, Read, Read, ReadWrite, Read, Read, ReadWrite, Uniform]
             }
         }
     }
@@ -273,9 +282,8 @@ impl KernelSpec {
             if let Some(half) = half {
                 fill.slot_file("half", half, files)?;
             }
-            if self.pooled {
-                let dout = self.kernel.is_backward().then_some("dout");
-                for binding in ["q", "k", "v"].into_iter().chain(dout) {
+            if self.pooled && !self.kernel.is_backward() {
+                for binding in ["q", "k", "v"] {
                     fill.writable(binding)?;
                 }
             }
@@ -320,8 +328,10 @@ impl KernelSpec {
                 ("ROWS", self.tile.rows),
                 ("CHUNK", self.tile.chunk),
             ],
-            Kernel::Delta
-            | Kernel::Dq
+            Kernel::Delta | Kernel::Dsink => {
+                vec![("INFO", self.layout.info_len() as u32), ("V_DIM", self.v_dim)]
+            }
+            Kernel::Dq
             | Kernel::Dkv
             | Kernel::CapturedRows
             | Kernel::CapturedColumns
@@ -345,7 +355,9 @@ pub fn all_specs() -> Vec<KernelSpec> {
             for dim in [row.up_to, row.up_to - 3] {
                 for (f16, pooled) in [(F16::Packed, false), (F16::Native, false), (F16::Packed, true)] {
                     let aligned = dim % 4 == 0;
-                    if f16 == F16::Native && (dtype != DType::F16 || !aligned) {
+                    if f16 == F16::Native && (dtype != DType::F16 || !aligned)
+                        || pooled && row.kernel.is_backward()
+                    {
                         continue;
                     }
                     specs.push(KernelSpec {

@@ -1,7 +1,7 @@
 // backward: dq, and dk and dv, of out = softmax(score_mod(q k^T * scale)) v, given dout and the
 // gradient of lse. P and dP are computed again, tile by tile; nothing of size q_len * kv_len is kept.
 //
-// `delta` computes rowsum(out * dout) - dlse of 8 query rows.
+// lse and delta come from delta.wgsl.
 // `dq` computes dq of 32 query rows of one head: over the tiles of their block list
 //   dP = dout v^T, S = q k^T, P = exp(score_mod(S) - lse), dS = P (dP - delta) score_mod'(S),
 //   dq += dS k.
@@ -36,7 +36,6 @@ const P_STRIDE: u32 = 9u;
 @group(0) @binding(7) var<storage, read_write> out: array<OutWord>;  // dq [B, Hq, L, D]; dk [Bkv, Hkv, S, D] | dv [Bkv, Hkv, S, Dv]
 
 var<workgroup> p_tile: array<vec4<f32>, TILE * P_STRIDE>;  // P or dS; columns tx + 8 j are the vec4 tx
-var<workgroup> sums: array<f32, 64>;
 
 alias Gradient = array<array<vec4<f32>, OUT>, ROWS>;
 
@@ -61,34 +60,6 @@ fn add_to(gradient: ptr<function, Gradient>, columns: Rows, again: bool, local: 
         }
       }
     }
-  }
-}
-
-@compute @workgroup_size(64)
-fn delta(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) local: u32) {
-  let id = workgroup.x + workgroup.y * p.fold + p.first_group;
-  if (id >= p.groups) { return; }
-  let index = 8u * id + local / 8u;                 // of a row in [B, Hq, L]
-  let inside = index < p.batch * p.q_heads * p.q_len;
-  var sum = 0.0;
-  if (inside) {
-    let r = index % p.q_len;
-    let h = (index / p.q_len) % p.q_heads;
-    let b = index / (p.q_len * p.q_heads);
-    let out_base = p.out.x + b * p.out.y + h * p.out.z + r * p.out.w;
-    let dout_base = p.dout.x + b * p.dout.y + h * p.dout.z + r * p.dout.w;
-    for (var quad = local % 8u; quad < V_QUADS; quad += 8u) {
-      let left = V_DIM - 4u * quad;
-      sum += dot(widen(load_v(out_base + 4u * quad, left)), widen(load_dout(dout_base + 4u * quad, left)));
-    }
-  }
-  sums[local] = sum;
-  workgroupBarrier();
-  if (inside && local % 8u == 0u) {
-    var total = 0.0;
-    for (var x = 0u; x < 8u; x += 1u) { total += sums[local + x]; }
-    if (p.dlse_at != NONE) { total -= stats[p.dlse_at + index]; }
-    stats[p.delta_at + index] = total;
   }
 }
 

@@ -12,9 +12,9 @@ const RESIDENT: bool = STAGES == 3u && max(HEAD_QUADS, V_QUADS) <= CHUNK;
 
 @group(0) @binding(0) var<storage, read> q: array<Word>;             // [B, Hq, L, D]
 @group(0) @binding(1) var<storage, read> k: array<Word>;             // [Bkv, Hkv, S, D]
-@group(0) @binding(2) var<storage, read> v: array<Word>;             // [Bkv, Hkv, S, Dv]; in delta: out [B, Hq, L, Dv]
+@group(0) @binding(2) var<storage, read> v: array<Word>;             // [Bkv, Hkv, S, Dv]
 @group(0) @binding(3) var<storage, read> dout: array<Word>;          // [B, Hq, L, Dv]
-@group(0) @binding(4) var<storage, read_write> stats: array<f32>;    // lse | dlse | delta, each [B, Hq, L]
+@group(0) @binding(4) var<storage, read_write> stats: array<f32>;    // lse, with sinks | delta, each [B, Hq, L]
 
 // The operands of a product, a chunk of 32 rows each: first those of S, then of dP, then the columns'.
 var<workgroup> staged: array<Quad, STAGES * TILE * STRIDE>;

@@ -1,4 +1,4 @@
-//! The gradients: delta, dq, dk and dv.
+//! The gradients: row statistics, dq, dk and dv.
 //!
 //! As in the forward pass a worker takes a block of rows of one head: query rows for dq, keys for dk and dv. P
 //! and dP are computed again strip by strip. Every sum has one owner and one order.
@@ -51,18 +51,43 @@ struct Tiles {
     slopes: Vec<f32>,
 }
 
-/// delta = rowsum(out * dout) - dlse of rows of `[B * Hq * L]`.
-pub(super) fn delta(launch: &Launch<'_>, rows: Range<usize>) -> Vec<f32> {
+/// What the gradients need of a row.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RowStats {
+    /// The log of the sum of exponentials, the attention sink among them.
+    pub(super) lse: f32,
+    /// rowsum(out * dout), less what the gradient of lse adds.
+    pub(super) delta: f32,
+    /// The row's part of the gradient of the sink.
+    pub(super) dsink: f32,
+}
+
+/// Of rows of `[B * Hq * L]`.
+pub(super) fn delta(launch: &Launch<'_>, rows: Range<usize>) -> Vec<RowStats> {
     let p = &launch.params;
     let (heads, q_len) = (p.q_heads as usize, p.q_len as usize);
+    let [lse, dlse] = [0, 1].map(|binding| bytemuck::cast_slice::<u32, f32>(launch.words(binding)));
     let mut widened = [Vec::new(), Vec::new()];
     let [left, right] = &mut widened;
     rows.map(|index| {
         let row = [index / q_len / heads, index / q_len % heads, index % q_len];
         let out = launch.out.read(launch.words(2), row, left);
         let dout = launch.dout.read(launch.words(3), row, right);
-        let dlse = if p.dlse_at == NONE { 0.0 } else { launch.stats()[p.dlse_at as usize + index] };
-        out.iter().zip(dout).map(|(a, b)| a * b).sum::<f32>() - dlse
+        let total = out.iter().zip(dout).map(|(a, b)| a * b).sum::<f32>();
+        let row_lse = lse[p.lse_at as usize + index];
+        let mut stats = RowStats { lse: row_lse, delta: total, dsink: 0.0 };
+        if row_lse == f32::NEG_INFINITY {
+            return stats;
+        }
+        if let Some(sink) = launch.sink(row[1]) {
+            let larger = row_lse.max(sink);
+            stats.lse = larger + ((row_lse - larger).exp() + (sink - larger).exp()).ln();
+            stats.dsink = -(sink - stats.lse).exp() * total;
+        }
+        if p.dlse_at != NONE {
+            stats.delta -= dlse[p.dlse_at as usize + index] * (stats.lse - row_lse).exp();
+        }
+        stats
     })
     .collect()
 }

@@ -67,8 +67,10 @@ pub const TILES: &[TileRow] = &[
     row(Kernel::Forward, 2, 128, 4, 32),
     row(Kernel::Forward, 2, 256, 4, 16),
     row(Kernel::Forward, 2, 1024, 2, 16),
-    gradient(Kernel::Delta, 4, 1024, 8, 2),
-    gradient(Kernel::Delta, 2, 1024, 16, 2),
+    gradient(Kernel::Delta, 4, 1024, 0, 0),
+    gradient(Kernel::Dsink, 4, 1024, 0, 0),
+    gradient(Kernel::Delta, 2, 1024, 0, 0),
+    gradient(Kernel::Dsink, 2, 1024, 0, 0),
     gradient(Kernel::Dq, 4, 32, 8, 3),
     gradient(Kernel::Dq, 4, 64, 16, 3),
     gradient(Kernel::Dq, 4, 1024, 8, 2),
@@ -157,7 +159,8 @@ impl Tile {
                 let reduced = self.tile_q() * 8 * 4;
                 staged + weights + reduced
             }
-            Kernel::Delta | Kernel::Dq | Kernel::Dkv => self.staged(dtype) + 32 * 9 * 16 + 64 * 4,
+            Kernel::Delta | Kernel::Dsink => 64 * 4,
+            Kernel::Dq | Kernel::Dkv => self.staged(dtype) + 32 * 9 * 16,
             Kernel::CapturedRows | Kernel::CapturedColumns | Kernel::CapturedScatter => {
                 self.staged(dtype) + 32 * 8 * 4
             }
