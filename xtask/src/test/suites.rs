@@ -59,6 +59,12 @@ pub(super) const SUITES: &[Suite] = &[
     },
     Suite { name: "darwin", what: "types of the Metal host code", needs: &[DarwinStd], run: |_| darwin() },
     Suite {
+        name: "metal-compiler",
+        what: "every MSL snapshot through Apple's compiler",
+        needs: &[MetalCompiler],
+        run: |_| metal_compiler(),
+    },
+    Suite {
         name: "wasm",
         what: "types of the crate on wasm32, with its wgpu runtime",
         needs: &[WasmStd],
