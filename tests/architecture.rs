@@ -206,7 +206,7 @@ fn rust_files_stay_short() {
 fn nothing_is_left_undone_in_the_sources() {
     // Spelled in pieces, so that this file does not hold them.
     let marks =
-        ["to do!(", "unimple mented!(", "#[ignor e", "FIX ME", "XX X"].map(|mark| mark.replace(' ', ""));
+        ["to do!(", "unimple mented!(", "# [ignore", "FIX ME", "XX X"].map(|mark| mark.replace(' ', ""));
     for folder in ["src", "examples", "xtask", "tests", "wgsl", "msl", "web"] {
         for path in files(folder, &[".rs", ".wgsl", ".metal", ".ts", ".mjs", ".cpp", ".h"]) {
             let text = text(&path);

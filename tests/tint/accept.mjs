@@ -45,6 +45,8 @@ device.addEventListener?.("uncapturederror", (event) => event.preventDefault());
 let passed = 0;
 let failed = 0;
 let skipped = 0;
+/** Tint's warnings, each with the number of kernels that have it. */
+const warnings = new Map();
 const manifest = JSON.parse(readFileSync(join(folder, "manifest.json"), "utf8"));
 for (const { file, entry, label, workgroup_memory } of manifest) {
   const code = readFileSync(join(folder, file), "utf8");
@@ -67,6 +69,9 @@ for (const { file, entry, label, workgroup_memory } of manifest) {
   }
 }
 device.destroy();
+for (const [message, kernels] of warnings) {
+  console.log(`warning in ${kernels} kernels: ${message}`);
+}
 console.log(`${passed} passed, ${failed} failed, ${skipped} skipped`);
 process.exit(failed === 0 && passed > 0 ? 0 : 1);
 
@@ -75,7 +80,11 @@ async function compile(code, entry, label, workgroupMemory) {
   device.pushErrorScope("validation");
   const module = device.createShaderModule({ label, code });
   const { messages } = await module.getCompilationInfo();
-  let problem = messages.map((message) => `  ${message.type} ${message.lineNum}:${message.linePos} ${message.message}`).join("\n");
+  for (const { message } of messages.filter(({ type }) => type === "warning")) {
+    warnings.set(message, (warnings.get(message) ?? 0) + 1);
+  }
+  const isError = messages.some(({ type }) => type === "error");
+  let problem = isError && messages.map(({ type, lineNum, linePos, message }) => `  ${type} ${lineNum}:${linePos} ${message}`).join("\n");
   if (!problem && workgroupMemory <= maxComputeWorkgroupStorageSize) {
     try {
       await device.createComputePipelineAsync({ label, layout: "auto", compute: { module, entryPoint: entry } });
