@@ -14,6 +14,7 @@
 //! runtime  <- gpu (wgpu)  <- cpu  <- the page's GPUDevice, the MSL emulator
 //! ```
 
+pub mod block_mask;
 pub mod cpu;
 mod error;
 pub mod expr;
@@ -21,15 +22,20 @@ pub mod expr;
 pub mod gpu;
 pub mod kernels;
 pub mod lower;
+pub mod masks;
+mod prebuilt;
 pub mod reference;
 mod runtime;
+pub mod scores;
 mod shape;
 
+pub use block_mask::{BlockMask, BlockShape, Class, CompiledMask, KvBlocks, Lists, Tables, TileMap};
 pub use cpu::Cpu;
 pub use error::{Error, ParseError, Result};
 pub use expr::{Capture, MaskMod, Scalar, ScoreMod};
 #[cfg(feature = "wgpu")]
 pub use gpu::Gpu;
+pub use prebuilt::{Param, Params, Prebuilt};
 pub use runtime::{Binding, Dispatch, Limits, Profile, Runtime, Tier, Usage};
 pub use shape::{AttentionShape, BLOCK, DType, Element, Layout, same_dtype};
 

@@ -97,6 +97,12 @@ impl MaskMod {
         from_expr(expr, Type::Bool, "mask_mod", captures, scalars).map(MaskMod)
     }
 
+    /// A mask that [`MaskMod::check`] refuses with this error: how a function that gives a mask reports
+    /// an argument that it does not take.
+    pub(crate) fn mistaken(error: Error) -> MaskMod {
+        MaskMod(Term { error: Some(error), ..Term::constant(false) })
+    }
+
     /// This mask at another position: the way to wrap a mask, for example per document.
     ///
     /// ```
@@ -169,6 +175,11 @@ impl ScoreMod {
     pub fn gradient(&self) -> Result<Gradient> {
         self.check()?;
         Gradient::of(self.expr())
+    }
+
+    /// A score mod that [`ScoreMod::check`] refuses with this error.
+    pub(crate) fn mistaken(error: Error) -> ScoreMod {
+        ScoreMod(Term { error: Some(error), ..Term::constant(0.0f32) })
     }
 
     /// This score mod on another score and position.

@@ -1,0 +1,255 @@
+//! Finds the classes of all blocks and tiles of one matrix by asking about as few boxes as possible.
+
+use super::lists::{Cells, Rect};
+use super::tile_map::{Class, TileMap};
+
+/// A box of pairs: rows `[q0, q1)` and columns `[kv0, kv1)`, counted in rows and columns of the
+/// matrix (q_offset not added).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Pairs {
+    pub(crate) q: [u32; 2],
+    pub(crate) kv: [u32; 2],
+}
+
+impl Pairs {
+    fn rows(&self) -> u32 {
+        self.q[1].saturating_sub(self.q[0])
+    }
+
+    fn columns(&self) -> u32 {
+        self.kv[1].saturating_sub(self.kv[0])
+    }
+
+    fn is_empty(&self) -> bool {
+        self.rows() == 0 || self.columns() == 0
+    }
+}
+
+/// What the quad-tree asks about a mask.
+pub(crate) trait Elements {
+    /// The class of a box as far as range analysis knows it: `Partial` when it does not.
+    fn range(&mut self, pairs: &Pairs) -> Class;
+    /// Whether one pair is kept.
+    fn keeps(&mut self, q: u32, kv: u32) -> bool;
+    /// Whether `(some, every)` pair of a stretch of one row is kept. May stop early once some pair is
+    /// kept and some is not.
+    fn row(&mut self, q: u32, kv: [u32; 2]) -> (bool, bool);
+}
+
+/// The geometry of one matrix of blocks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Grid {
+    pub(crate) q_len: u32,
+    /// Columns that exist for this batch entry: blocks beyond are empty.
+    pub(crate) kv_len: u32,
+    pub(crate) block: [u32; 2],
+}
+
+impl Grid {
+    /// Block rows and block columns that hold a pair.
+    pub(crate) fn blocks(&self) -> [u32; 2] {
+        [self.q_len.div_ceil(self.block[0]), self.kv_len.div_ceil(self.block[1])]
+    }
+
+    /// Rows and columns of a tile.
+    pub(crate) fn tile(&self) -> [u32; 2] {
+        self.block.map(|side| side.div_ceil(TileMap::SIDE as u32))
+    }
+
+    /// The pairs of the blocks `rows` x `columns` that exist.
+    pub(crate) fn pairs(&self, rows: [u32; 2], columns: [u32; 2]) -> Pairs {
+        let q = rows.map(|row| row.saturating_mul(self.block[0]).min(self.q_len));
+        let kv = columns.map(|column| column.saturating_mul(self.block[1]).min(self.kv_len));
+        Pairs { q, kv }
+    }
+
+    /// The pairs of the tiles `rows` x `columns` of one block that exist.
+    pub(crate) fn tile_pairs(&self, row: u32, column: u32, rows: [u32; 2], columns: [u32; 2]) -> Pairs {
+        let block = self.pairs([row, row + 1], [column, column + 1]);
+        let tile = self.tile();
+        Pairs {
+            q: rows.map(|r| (block.q[0] + r * tile[0]).min(block.q[1])),
+            kv: columns.map(|c| (block.kv[0] + c * tile[1]).min(block.kv[1])),
+        }
+    }
+
+    /// The map of a block all of whose tiles have this class, where they exist.
+    pub(crate) fn filled(&self, row: u32, column: u32, class: Class) -> TileMap {
+        let block = self.pairs([row, row + 1], [column, column + 1]);
+        let tile = self.tile();
+        let rows = block.rows().div_ceil(tile[0]);
+        let columns = block.columns().div_ceil(tile[1]);
+        TileMap::filled(rows as usize, columns as usize, class)
+    }
+}
+
+/// Classifies the blocks of one matrix.
+///
+/// The tree starts at the smallest power of two of blocks that covers the matrix, so that boxes line
+/// up with the chunks over which captured tensors are summarised.
+pub(crate) fn classify(grid: &Grid, mask: &mut impl Elements) -> Cells {
+    let mut tree = Tree { grid, mask, cells: Cells::default() };
+    let [rows, columns] = grid.blocks();
+    if rows > 0 && columns > 0 {
+        tree.blocks(0, 0, rows.max(columns).next_power_of_two());
+    }
+    tree.cells
+}
+
+struct Tree<'a, M> {
+    grid: &'a Grid,
+    mask: &'a mut M,
+    cells: Cells,
+}
+
+impl<M: Elements> Tree<'_, M> {
+    /// Blocks `[row, row + size) x [column, column + size)`, as far as they exist.
+    fn blocks(&mut self, row: u32, column: u32, size: u32) {
+        let [rows, columns] = self.grid.blocks();
+        if row >= rows || column >= columns {
+            return;
+        }
+        let rect = Rect {
+            rows: [row, rows.min(row.saturating_add(size))],
+            columns: [column, columns.min(column.saturating_add(size))],
+        };
+        match self.mask.range(&self.grid.pairs(rect.rows, rect.columns)) {
+            Class::Empty => {}
+            Class::Full => self.cells.full.push(rect),
+            Class::Partial if size == 1 => self.block(row, column),
+            Class::Partial => {
+                // This order visits the columns of each row, and the rows of each column, ascending.
+                let half = size / 2;
+                self.blocks(row, column, half);
+                self.blocks(row, column + half, half);
+                self.blocks(row + half, column, half);
+                self.blocks(row + half, column + half, half);
+            }
+        }
+    }
+
+    fn block(&mut self, row: u32, column: u32) {
+        let mut map = TileMap::EMPTY;
+        for r in [0, 2] {
+            for c in [0, 2] {
+                let pairs = self.grid.tile_pairs(row, column, [r, r + 2], [c, c + 2]);
+                if pairs.is_empty() {
+                    continue;
+                }
+                let class = self.mask.range(&pairs);
+                if class == Class::Empty {
+                    continue;
+                }
+                for (r, c) in [(r, c), (r, c + 1), (r + 1, c), (r + 1, c + 1)] {
+                    let pairs = self.grid.tile_pairs(row, column, [r, r + 1], [c, c + 1]);
+                    if pairs.is_empty() {
+                        continue;
+                    }
+                    let class = match class {
+                        Class::Partial => settle(self.mask, &pairs),
+                        known => known,
+                    };
+                    map = map.with(r as usize, c as usize, class);
+                }
+            }
+        }
+        if map == self.grid.filled(row, column, Class::Full) {
+            self.cells.full.push(Rect { rows: [row, row + 1], columns: [column, column + 1] });
+        } else if map != TileMap::EMPTY {
+            self.cells.partial.push((row, column, map));
+        }
+    }
+}
+
+/// The exact class of a box: ranges, then corners, then elements.
+pub(crate) fn settle(mask: &mut impl Elements, pairs: &Pairs) -> Class {
+    match mask.range(pairs) {
+        Class::Partial => {}
+        known => return known,
+    }
+    let mut seen = Seen::default();
+    let (q, kv) = (pairs.q, pairs.kv);
+    for (q, kv) in [(q[0], kv[0]), (q[1] - 1, kv[1] - 1), (q[0], kv[1] - 1), (q[1] - 1, kv[0])] {
+        if seen.both() {
+            break;
+        }
+        seen.add(mask.keeps(q, kv));
+    }
+    if !seen.both() {
+        scan(mask, pairs, &mut seen);
+    }
+    match seen {
+        Seen { kept: true, dropped: true } => Class::Partial,
+        Seen { kept: true, .. } => Class::Full,
+        _ => Class::Empty,
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Seen {
+    kept: bool,
+    dropped: bool,
+}
+
+impl Seen {
+    fn add(&mut self, keep: bool) {
+        self.kept |= keep;
+        self.dropped |= !keep;
+    }
+
+    fn both(&self) -> bool {
+        self.kept && self.dropped
+    }
+}
+
+/// Boxes of at most this many pairs are scanned when halving does not help.
+const SCAN: u64 = 1024;
+
+/// Looks at a box that ranges do not decide until a kept and a dropped pair have been seen.
+///
+/// Halves along the longer side, as long as a half is decided by its range or is too big to scan:
+/// a boundary that only a few rows or columns touch is found in a logarithm of steps.
+fn scan(mask: &mut impl Elements, pairs: &Pairs, seen: &mut Seen) {
+    let (rows, columns) = (pairs.rows(), pairs.columns());
+    let big = u64::from(rows) * u64::from(columns) > SCAN;
+    if rows == 1 && !big {
+        return scan_rows(mask, pairs, seen);
+    }
+    let halves = if rows >= columns || (rows > 1 && !big) {
+        let middle = pairs.q[0] + rows / 2;
+        [Pairs { q: [pairs.q[0], middle], ..*pairs }, Pairs { q: [middle, pairs.q[1]], ..*pairs }]
+    } else {
+        let middle = pairs.kv[0] + columns / 2;
+        [Pairs { kv: [pairs.kv[0], middle], ..*pairs }, Pairs { kv: [middle, pairs.kv[1]], ..*pairs }]
+    };
+    let classes = [mask.range(&halves[0]), mask.range(&halves[1])];
+    for class in classes {
+        match class {
+            Class::Empty => seen.dropped = true,
+            Class::Full => seen.kept = true,
+            Class::Partial => {}
+        }
+    }
+    if seen.both() {
+        return;
+    }
+    if classes == [Class::Partial; 2] && !big {
+        return scan_rows(mask, pairs, seen);
+    }
+    for (class, half) in classes.iter().zip(&halves) {
+        if *class == Class::Partial && !seen.both() {
+            scan(mask, half, seen);
+        }
+    }
+}
+
+fn scan_rows(mask: &mut impl Elements, pairs: &Pairs, seen: &mut Seen) {
+    for q in pairs.q[0]..pairs.q[1] {
+        let (some, every) = mask.row(q, pairs.kv);
+        seen.kept |= some;
+        seen.dropped |= !every;
+        if seen.both() {
+            return;
+        }
+    }
+}
