@@ -75,7 +75,11 @@ pub struct Output<R: Runtime = DefaultRuntime> {
 
 impl<R: Runtime> fmt::Debug for Output<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Output").field("out", &self.out).field("lse", &self.lse).field("max", &self.max).finish()
+        f.debug_struct("Output")
+            .field("out", &self.out)
+            .field("lse", &self.lse)
+            .field("max", &self.max)
+            .finish()
     }
 }
 
@@ -186,7 +190,10 @@ impl Attention {
         if found {
             Ok(self)
         } else {
-            Err(Error::capture(capture.name(), "neither the mask_mod nor the score_mod reads a tensor of this name"))
+            Err(Error::capture(
+                capture.name(),
+                "neither the mask_mod nor the score_mod reads a tensor of this name",
+            ))
         }
     }
 
@@ -213,7 +220,10 @@ impl Attention {
         if found {
             Ok(self)
         } else {
-            Err(Error::capture(scalar.name(), "neither the mask_mod nor the score_mod reads a scalar of this name"))
+            Err(Error::capture(
+                scalar.name(),
+                "neither the mask_mod nor the score_mod reads a scalar of this name",
+            ))
         }
     }
 
@@ -231,7 +241,13 @@ impl Attention {
     ///
     /// [`Error::Shape`], [`Error::DType`], [`Error::Capture`], [`Error::Overflow`] and [`Error::Limit`]
     /// for input that does not fit, and those of [`Runtime::create`] and [`Runtime::run`].
-    pub fn forward<R: Runtime>(&self, runtime: &R, q: &Tensor<R>, k: &Tensor<R>, v: &Tensor<R>) -> Result<Output<R>>
+    pub fn forward<R: Runtime>(
+        &self,
+        runtime: &R,
+        q: &Tensor<R>,
+        k: &Tensor<R>,
+        v: &Tensor<R>,
+    ) -> Result<Output<R>>
     where
         R::Buffer: Any + PartialEq,
     {
@@ -293,7 +309,8 @@ impl Attention {
             .buffer()
             .clone()
         };
-        let submits = plan.dispatches(runtime, tensor, stats.as_ref(), |name| self.captured_buffer::<R>(name))?;
+        let submits =
+            plan.dispatches(runtime, tensor, stats.as_ref(), |name| self.captured_buffer::<R>(name))?;
         let [batch, heads, rows, _] = out.shape();
         let row_values = Layout::contiguous([batch, heads, rows, 1])?;
         let stat = |wanted: bool, at: usize| -> Result<Option<Tensor<R>>> {
@@ -323,17 +340,18 @@ impl Attention {
         let shape = AttentionShape::new(q.layout(), k.layout(), v.layout())?;
         let dtype = same_dtype(q.dtype(), k.dtype(), v.dtype())?;
         if out.dtype() != dtype {
-            return Err(Error::dtype(format!("out is {} but q is {dtype}; they must be of one type", out.dtype())));
+            return Err(Error::dtype(format!(
+                "out is {} but q is {dtype}; they must be of one type",
+                out.dtype()
+            )));
         }
         let q_offset = self.q_offset.resolve("q_offset", shape.batch)?;
         let kv_len = match &self.kv_len {
             Some(kv_len) => kv_len.resolve("kv_len", shape.batch)?,
             None => vec![shape.kv_len as u32; shape.batch],
         };
-        let operand = |tensor: &Tensor<R>| Operand {
-            layout: *tensor.layout(),
-            buffer: runtime.size(tensor.buffer()),
-        };
+        let operand =
+            |tensor: &Tensor<R>| Operand { layout: *tensor.layout(), buffer: runtime.size(tensor.buffer()) };
         let own = self.block_mask.as_ref().and_then(|block_mask| block_mask.mask_mod());
         let call = Forward {
             shape,
@@ -361,14 +379,18 @@ impl Attention {
         R::Buffer: Any,
     {
         let masks = self.mask.iter().flat_map(MaskMod::captures);
-        let own = self.block_mask.iter().filter_map(|block_mask| block_mask.mask_mod()).flat_map(MaskMod::captures);
+        let own =
+            self.block_mask.iter().filter_map(|block_mask| block_mask.mask_mod()).flat_map(MaskMod::captures);
         let mut read = masks.chain(self.score.iter().flat_map(ScoreMod::captures)).chain(own);
         let resident = read.find(|capture| capture.name() == name).and_then(|capture| match capture.data() {
             CaptureData::Device(handle) => handle.get::<Resident>(),
             _ => None,
         });
         resident.and_then(|resident| resident.buffer.get::<R::Buffer>()).cloned().ok_or_else(|| {
-            Error::capture(name, "its values live on another kind of device; upload them to the one that runs the call")
+            Error::capture(
+                name,
+                "its values live on another kind of device; upload them to the one that runs the call",
+            )
         })
     }
 }
@@ -454,12 +476,7 @@ where
     }
     if let Some(bias) = bias {
         let pairs = shape.q_len * shape.kv_len;
-        let sizes = [
-            [1, 1],
-            [1, shape.q_heads],
-            [shape.batch, 1],
-            [shape.batch, shape.q_heads],
-        ];
+        let sizes = [[1, 1], [1, shape.q_heads], [shape.batch, 1], [shape.batch, shape.q_heads]];
         let Some([batch, heads]) = sizes.into_iter().find(|[b, h]| b * h * pairs == bias.len()) else {
             return Err(Error::capture(
                 "bias",

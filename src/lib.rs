@@ -14,6 +14,7 @@
 //! runtime  <- gpu (wgpu)  <- cpu  <- the page's GPUDevice, the MSL emulator
 //! ```
 
+pub mod attention;
 pub mod block_mask;
 pub mod cpu;
 mod error;
@@ -23,12 +24,17 @@ pub mod gpu;
 pub mod kernels;
 pub mod lower;
 pub mod masks;
+pub mod plan;
 mod prebuilt;
 pub mod reference;
 mod runtime;
 pub mod scores;
 mod shape;
+mod tensor;
 
+#[cfg(feature = "wgpu")]
+pub use attention::Recorded;
+pub use attention::{Attention, Output, PerBatch, sdpa};
 pub use block_mask::{BlockMask, BlockShape, Class, CompiledMask, KvBlocks, Lists, Tables, TileMap};
 pub use cpu::Cpu;
 pub use error::{Error, ParseError, Result};
@@ -36,8 +42,9 @@ pub use expr::{Capture, MaskMod, Scalar, ScoreMod};
 #[cfg(feature = "wgpu")]
 pub use gpu::Gpu;
 pub use prebuilt::{Param, Params, Prebuilt};
-pub use runtime::{Binding, Dispatch, Limits, Profile, Runtime, Tier, Usage};
+pub use runtime::{Binding, Dispatch, Limits, Profile, Resident, Runtime, Tier, Usage};
 pub use shape::{AttentionShape, BLOCK, DType, Element, Layout, same_dtype};
+pub use tensor::{DefaultRuntime, Tensor};
 
 /// The wgpu that this crate is built on, of which [`Gpu::from_wgpu`] takes a device.
 #[cfg(feature = "wgpu")]

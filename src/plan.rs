@@ -466,7 +466,12 @@ impl Plan {
             .iter()
             .map(|constant| {
                 runtime.constant(constant.key, constant.label, || {
-                    constant.parts.iter().flat_map(|part| bytemuck::cast_slice::<u32, u8>(part)).copied().collect()
+                    constant
+                        .parts
+                        .iter()
+                        .flat_map(|part| bytemuck::cast_slice::<u32, u8>(part))
+                        .copied()
+                        .collect()
                 })
             })
             .collect::<Result<Vec<_>>>()?;

@@ -25,7 +25,10 @@ pub struct Tensor<R: Runtime = DefaultRuntime> {
 
 impl<R: Runtime> fmt::Debug for Tensor<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Tensor").field("dtype", &self.dtype).field("layout", &self.layout).finish_non_exhaustive()
+        f.debug_struct("Tensor")
+            .field("dtype", &self.dtype)
+            .field("layout", &self.layout)
+            .finish_non_exhaustive()
     }
 }
 
@@ -139,7 +142,11 @@ impl<R: Runtime> Tensor<R> {
     /// [`Error::Buffer`] when a run of 16-bit elements begins in the middle of a 32-bit word.
     pub fn write<T: Element>(&self, data: &[T]) -> Result<()> {
         if T::DTYPE != self.dtype {
-            return Err(Error::dtype(format!("the tensor is {} but the values are {}", self.dtype, T::DTYPE)));
+            return Err(Error::dtype(format!(
+                "the tensor is {} but the values are {}",
+                self.dtype,
+                T::DTYPE
+            )));
         }
         if data.len() != self.layout.elements() {
             return Err(Error::shape(format!(
@@ -191,7 +198,11 @@ impl<R: Runtime> Tensor<R> {
     #[cfg(not(target_arch = "wasm32"))]
     pub fn read_as<T: Element>(&self) -> Result<Vec<T>> {
         if T::DTYPE != self.dtype {
-            return Err(Error::dtype(format!("the tensor is {} and cannot be read as {}", self.dtype, T::DTYPE)));
+            return Err(Error::dtype(format!(
+                "the tensor is {} and cannot be read as {}",
+                self.dtype,
+                T::DTYPE
+            )));
         }
         let bytes = crate::runtime::block_on(self.read_bytes())?;
         Ok(bytemuck::pod_collect_to_vec(&bytes))
@@ -316,7 +327,11 @@ mod tests {
     #[test]
     fn appended_rows_land_in_their_place() {
         let cache = tensor([1, 2, 4, 2]);
-        cache.rows(1, 2).unwrap().write(&[100.0f32, 101.0, 102.0, 103.0, 200.0, 201.0, 202.0, 203.0]).unwrap();
+        cache
+            .rows(1, 2)
+            .unwrap()
+            .write(&[100.0f32, 101.0, 102.0, 103.0, 200.0, 201.0, 202.0, 203.0])
+            .unwrap();
         let read = cache.read().unwrap();
         assert_eq!(read[..8], [0.0, 1.0, 100.0, 101.0, 102.0, 103.0, 6.0, 7.0]);
         assert_eq!(read[8..], [8.0, 9.0, 200.0, 201.0, 202.0, 203.0, 14.0, 15.0]);

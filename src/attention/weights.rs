@@ -31,7 +31,9 @@ impl Attention {
             return Err(Error::shape(format!("row {row} was asked for but q_len is {}", shape.q_len)));
         }
         let Some(lse) = &output.lse else {
-            return Err(Error::shape("the output has no lse, which weights are computed from; use with_lse(true)"));
+            return Err(Error::shape(
+                "the output has no lse, which weights are computed from; use with_lse(true)",
+            ));
         };
         let (q, k, lse) = (q.read_async().await?, k.read_async().await?, lse.read_async().await?);
         let q_offset = self.q_offset.resolve("q_offset", shape.batch)?;
@@ -40,9 +42,12 @@ impl Attention {
             None => vec![shape.kv_len as u32; shape.batch],
         };
         let scale = self.scale.unwrap_or_else(|| shape.scale());
-        let mask_mod =
-            self.mask.as_ref().or_else(|| self.block_mask.as_ref().and_then(|block_mask| block_mask.mask_mod()));
-        let score = self.score.as_ref().map_or_else(|| Expr::input(Input::Score), |score| score.expr().clone());
+        let mask_mod = self
+            .mask
+            .as_ref()
+            .or_else(|| self.block_mask.as_ref().and_then(|block_mask| block_mask.mask_mod()));
+        let score =
+            self.score.as_ref().map_or_else(|| Expr::input(Input::Score), |score| score.expr().clone());
         let keep = mask_mod.map_or_else(|| Expr::constant(Value::Bool(true)), |mask| mask.expr().clone());
         let program = Program::new(&[score, keep]);
         let mut captures: Vec<_> = mask_mod.map_or(&[][..], |mask| mask.captures()).to_vec();
@@ -56,7 +61,7 @@ impl Attention {
 
         let mut weights = Vec::with_capacity(shape.batch * shape.q_heads * rows.len() * shape.kv_len);
         for b in 0..shape.batch {
-            let env = Env::new(&captures, &scalars, shape.q_len as i32, kv_len[b] as i32)?;
+            let env = Env::new(&captures, &scalars, shape.q_len, kv_len[b] as usize)?;
             let mut bound = program.bind::<f32>(&env)?;
             for h in 0..shape.q_heads {
                 for &row in rows {
@@ -71,7 +76,8 @@ impl Attention {
                             continue;
                         }
                         let at = (kv_head * shape.kv_len + kv) * shape.head_dim;
-                        let dot: f32 = q_row.iter().zip(&k[at..at + shape.head_dim]).map(|(q, k)| q * k).sum();
+                        let dot: f32 =
+                            q_row.iter().zip(&k[at..at + shape.head_dim]).map(|(q, k)| q * k).sum();
                         bound.point(&Point {
                             score: dot * scale,
                             b: b as i32,
@@ -81,7 +87,7 @@ impl Attention {
                         });
                         let kept = matches!(bound.output(1).lane(0), Lane::Bool(true));
                         let weight = match bound.output(0).lane(0) {
-                            Lane::Float(score) if kept && score > f32::NEG_INFINITY => (score - lse).exp(),
+                            Lane::F32(score) if kept && score > f32::NEG_INFINITY => (score - lse).exp(),
                             _ => 0.0,
                         };
                         weights.push(weight);

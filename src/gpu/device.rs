@@ -184,6 +184,13 @@ impl Device {
         self.poll(wgpu::PollType::Poll)
     }
 
+    /// Reports a submission that a destroyed device silently dropped. wgpu tells of the loss only once
+    /// the work before it has ended, but it does not know the number of a dropped submission.
+    fn check_taken(&self, submission: wgpu::SubmissionIndex) -> Result<()> {
+        let kind = wgpu::PollType::Wait { submission_index: Some(submission), timeout: Some(Duration::ZERO) };
+        self.poll(kind)
+    }
+
     fn poll(&self, kind: wgpu::PollType) -> Result<()> {
         if let Some(reason) = self.lost.get() {
             return Err(Error::DeviceLost(reason.clone()));
@@ -194,6 +201,11 @@ impl Device {
             (Some(reason), _) => Err(Error::DeviceLost(reason.clone())),
             (None, Err(_)) => {
                 let reason = "the driver failed while waiting for it".to_owned();
+                let _ = self.lost.set(reason.clone());
+                Err(Error::DeviceLost(reason))
+            }
+            (None, Ok(Err(wgpu::PollError::WrongSubmissionIndex(..)))) => {
+                let reason = "it was destroyed".to_owned();
                 let _ = self.lost.set(reason.clone());
                 Err(Error::DeviceLost(reason))
             }
@@ -549,10 +561,10 @@ impl Device {
         if let Some((set, resolved)) = &timer {
             encoder.resolve_query_set(set, 0..2, resolved, 0);
         }
-        let ((), error) = self.scoped(|| {
-            self.queue.submit([encoder.finish()]);
-        });
-        self.check_alive()?;
+        let (submission, error) = self.scoped(|| self.queue.submit([encoder.finish()]));
+        if error.is_none() {
+            self.check_taken(submission)?;
+        }
         let labels: Vec<String> = match error {
             Some(_) => dispatches.iter().map(|dispatch| dispatch.spec.label()).collect(),
             None => Vec::new(),

@@ -23,7 +23,8 @@ impl<'a> Mods<'a> {
         let mut scalars: Vec<Scalar> = Vec::new();
         mask.map_or(Ok(()), MaskMod::check)?;
         score.map_or(Ok(()), ScoreMod::check)?;
-        let read = mask.map_or(&[][..], MaskMod::captures).iter().chain(score.map_or(&[][..], ScoreMod::captures));
+        let read =
+            mask.map_or(&[][..], MaskMod::captures).iter().chain(score.map_or(&[][..], ScoreMod::captures));
         for capture in read {
             match captures.iter().find(|known| known.name() == capture.name()) {
                 None => captures.push(capture),
@@ -37,7 +38,8 @@ impl<'a> Mods<'a> {
                 }
             }
         }
-        let read = mask.map_or(&[][..], MaskMod::scalars).iter().chain(score.map_or(&[][..], ScoreMod::scalars));
+        let read =
+            mask.map_or(&[][..], MaskMod::scalars).iter().chain(score.map_or(&[][..], ScoreMod::scalars));
         for scalar in read {
             match scalars.iter().find(|known| known.name() == scalar.name()) {
                 None => scalars.push(scalar.clone()),
@@ -140,14 +142,17 @@ impl Cache {
         let mut hash = Xxh3::new();
         let mut any = false;
         for decl in &mods.layout.captures {
-            let Some(capture) = mods.captures.iter().find(|capture| capture.name() == &*decl.name) else { continue };
+            let Some(capture) = mods.captures.iter().find(|capture| capture.name() == &*decl.name) else {
+                continue;
+            };
             if let CaptureData::Device(_) = capture.data() {
                 continue;
             }
             any = true;
             hash.update(&self.content(capture).to_le_bytes());
         }
-        let large_at = mods.captures.iter().find_map(|capture| resident(capture)).map_or(0, |on_device| on_device.first);
+        let large_at =
+            mods.captures.iter().find_map(|capture| resident(capture)).map_or(0, |on_device| on_device.first);
         let constant = if any {
             let key = hash.digest128();
             let words = match self.packed.iter_mut().find(|(known, ..)| *known == key) {

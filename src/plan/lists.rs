@@ -56,7 +56,8 @@ impl Lists {
     fn of(mask: &BlockMask, key: u128) -> Result<Self> {
         let tables = mask.tables(0)?;
         let (full, partial) = mask.rows().blocks();
-        let all = mask.mask_batch() as f64 * mask.mask_heads() as f64
+        let all = mask.mask_batch() as f64
+            * mask.mask_heads() as f64
             * f64::from(mask.block_rows())
             * f64::from(mask.block_columns());
         Ok(Self {
@@ -119,7 +120,8 @@ impl Cache {
 
     fn trim(&mut self) {
         while self.built.len() > Self::MAX_ENTRIES
-            || self.built.len() > 1 && self.built.iter().map(|(_, lists, _)| lists.words.len()).sum::<usize>() > Self::MAX_WORDS
+            || self.built.len() > 1
+                && self.built.iter().map(|(_, lists, _)| lists.words.len()).sum::<usize>() > Self::MAX_WORDS
         {
             let oldest = (0..self.built.len()).min_by_key(|&i| self.built[i].2);
             self.built.swap_remove(oldest.unwrap_or(0));
@@ -205,7 +207,9 @@ fn from_given(call: &Forward<'_>, mask: &Arc<BlockMask>, cache: &mut Cache) -> R
         [("batch", mask.mask_batch(), shape.batch), ("heads", mask.mask_heads(), shape.q_heads)]
     {
         if has != 1 && has != call {
-            return Err(Error::shape(format!("the block mask has {name} {has} but the call has {call}; it must be that or 1")));
+            return Err(Error::shape(format!(
+                "the block mask has {name} {has} but the call has {call}; it must be that or 1"
+            )));
         }
     }
     cache.tick += 1;

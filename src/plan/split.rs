@@ -131,7 +131,9 @@ impl Cutter<'_> {
         }
         let size = self.call.dtype.size() as u64;
         let low = layout.index([batch.start, heads.start, rows.start, 0]) as u64 * size;
-        let high = (layout.index([batch.end - 1, heads.end - 1, rows.end - 1, layout.shape[3] - 1]) as u64 + 1) * size;
+        let high = (layout.index([batch.end - 1, heads.end - 1, rows.end - 1, layout.shape[3] - 1]) as u64
+            + 1)
+            * size;
         let alignment = limits.storage_alignment.max(16);
         let offset = low / alignment * alignment;
         let length = (high.next_multiple_of(4).min(operand.buffer / 4 * 4).max(high) - offset).max(4);
