@@ -46,6 +46,7 @@ const KERNEL_FLAGS: &[&str] = &[
     "-Wno-unused",
     "-Wno-unknown-pragmas",
     "-Wno-pass-failed",
+    "-Wno-pragma-once-outside-header",
 ];
 
 /// What `thread float x = ...` under Metal's default math mode may become: no NaN, no infinity, any order.
@@ -190,6 +191,10 @@ impl Kernel {
         std::fs::create_dir_all(&include).map_err(|error| format!("{}: {error}", include.display()))?;
         let write = |text: &str, path: &Path| std::fs::write(path, text).map_err(|error| error.to_string());
         produce(&include.join("metal_stdlib"), |path| write(HEADER, path))?;
+        // Kernels name the parts that they use; here all are in one.
+        for part in ["metal_simdgroup", "metal_simdgroup_matrix", "metal_atomic"] {
+            produce(&include.join(part), |path| write("#include <metal_stdlib>\n", path))?;
+        }
 
         let object = folder.join(format!("{key:032x}.so"));
         let shared_list = folder.join(format!("{key:032x}.shared"));
@@ -240,7 +245,7 @@ impl Kernel {
     /// Bytes of threadgroup memory that an entry point declares.
     pub fn threadgroup_memory(&self, entry: &str) -> u64 {
         let index = self.entries.iter().position(|other| other.name == entry).unwrap_or(0);
-        let own = format!("_ZZ{}{entry}E", entry.len());
+        let own = format!("_ZZ{}{entry}", entry.len());
         let glued = format!("emu_argument_{index}_");
         let of_entry = |name: &str| name.starts_with(&own) || name.contains(&glued);
         self.shared.iter().filter(|(name, _)| of_entry(name)).map(|(_, size)| size).sum()
