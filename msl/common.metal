@@ -60,16 +60,16 @@ struct Params {
 
 // What the mods may read besides their arguments.
 struct Ctx {
-  constant Params* p;
+  constant Params& p;
   constant uint* tables;        // block lists, q_offset, kv_len, sinks
   device const uint* captures;  // captured tensors, one after the other
   device const uint* large;     // one large captured tensor, in place
 };
 
 // The position of query row 0, which mods see as q.
-inline int q_offset_of(thread const Ctx& ctx, uint b) { return int(ctx.tables[ctx.p->q_offset_at + b]); }
+inline int q_offset_of(thread const Ctx& ctx, uint b) { return int(ctx.tables[ctx.p.q_offset_at + b]); }
 // How many rows of k and v count.
-inline uint kv_len_of(thread const Ctx& ctx, uint b) { return ctx.tables[ctx.p->kv_len_at + b]; }
+inline uint kv_len_of(thread const Ctx& ctx, uint b) { return ctx.tables[ctx.p.kv_len_at + b]; }
 
 // Scores are exponentiated base 2 inside the kernels; score_mod, lse and max are in natural units.
 #define LOG2E 1.4426950408889634f

@@ -46,7 +46,7 @@ kernel void forward(device const Elem* q [[buffer(0)]],          // [B, Hq, L, D
   const uint h = id / tile_count % p.q_heads;
   const uint b = id / (tile_count * p.q_heads);
 
-  const Ctx ctx = {&p, tables, captures, large};
+  const Ctx ctx = {p, tables, captures, large};
   const uint kv_len = kv_len_of(ctx, b);
   const Rows q_rows = {q + p.q.x + ulong(b) * p.q.y + ulong(h) * p.q.z, p.q.w, p.q_len};
   const Rows k_rows = {k + p.k.x + ulong(b) * p.k.y + ulong(h / p.group) * p.k.z, p.k.w, kv_len};

@@ -31,7 +31,7 @@ struct Walk {
 
 // The list of the query rows around `row` of batch entry b and query head h.
 inline Walk walk_row(thread const Ctx& ctx, uint b, uint h, uint row, uint kv_len) {
-  constant Params& p = *ctx.p;
+  constant Params& p = ctx.p;
   uint list = ((b % p.mask_batch) * p.mask_heads + h % p.mask_heads) * p.q_blocks + row / BLOCK;
   constant uint* header = ctx.tables + p.lists + 4u * list;
   return Walk{header[0], header[1], header[2], header[3], (row % BLOCK) / TILE_KV, 0u, 0u, 0u, kv_len, 0u, EMPTY};

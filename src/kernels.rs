@@ -9,6 +9,7 @@
 
 mod files;
 mod fill;
+mod msl_table;
 mod params;
 mod table;
 
@@ -20,6 +21,7 @@ use crate::{DType, Error, Result};
 
 pub use files::{MSL_FILES, WGSL_FILES};
 pub use fill::Fill;
+pub use msl_table::{Loader, MSL_TILES, MslRow, MslTile};
 pub use params::{NONE, Params};
 pub use table::{TILES, Tile, TileRow};
 
@@ -145,6 +147,8 @@ pub struct KernelSpec {
     pub v_dim: u32,
     /// The tile, from [`Tile::choose`].
     pub tile: Tile,
+    /// The tile of the Metal kernel; without one the kernel is WGSL, on Metal too.
+    pub metal: Option<MslTile>,
     /// Every offset and every stride of q, k, v and out is a multiple of 4 elements, and so are
     /// head_dim and v_dim.
     pub aligned: bool,
@@ -177,11 +181,20 @@ impl KernelSpec {
             head_dim,
             v_dim,
             tile: Tile::choose(kernel, dtype, head_dim, v_dim, workgroup_memory)?,
+            metal: None,
             aligned: head_dim % 4 == 0 && v_dim % 4 == 0,
             pooled: false,
             mods: Mods::default(),
             layout: Layout::default(),
         })
+    }
+
+    /// The same as a Metal kernel, if `msl/` has it; otherwise as it was.
+    pub fn on_metal(self, loader: Loader) -> Self {
+        let file = format!("{}.metal", self.kernel.file());
+        let there = MSL_FILES.iter().any(|(name, _)| *name == file);
+        let metal = there.then(|| MslTile::choose(loader, self.dtype, self.head_dim, self.v_dim));
+        Self { metal, ..self }
     }
 
     /// Spells the variant: what pipelines are labelled with.
@@ -197,7 +210,8 @@ impl KernelSpec {
         } else {
             format!("d{}x{}", self.head_dim, self.v_dim)
         };
-        format!("{}-{}{access}{pooled}-{dims}-{}", self.kernel.entry(), self.dtype.name(), self.tile)
+        let tile = self.metal.map_or_else(|| self.tile.to_string(), |tile| tile.to_string());
+        format!("{}-{}{access}{pooled}-{dims}-{tile}", self.kernel.entry(), self.dtype.name())
     }
 
     /// Identifies the variant, the same in every process and release: equal keys, equal text. Made
@@ -222,17 +236,20 @@ impl KernelSpec {
 
     /// Invocations of one workgroup.
     pub fn workgroup(&self) -> [u32; 3] {
-        [self.tile.threads, 1, 1]
+        [self.metal.map_or(self.tile.threads, |tile| tile.threads()), 1, 1]
     }
 
     /// Query rows of one workgroup.
     pub fn tile_q(&self) -> u32 {
-        self.tile.tile_q()
+        self.metal.map_or(self.tile.tile_q(), |tile| tile.tile_q())
     }
 
     /// Bytes of workgroup memory.
     pub fn workgroup_memory(&self) -> u32 {
-        self.tile.workgroup_memory(self.kernel, self.dtype)
+        match self.metal {
+            Some(tile) => tile.threadgroup_memory(),
+            None => self.tile.workgroup_memory(self.kernel, self.dtype),
+        }
     }
 
     /// What bindings 0 to 8 are. All nine are in the layout of every kernel, in every language.
@@ -272,6 +289,9 @@ impl KernelSpec {
                 self.entry()
             )));
         }
+        if language == Language::Msl {
+            return self.msl(&file);
+        }
         let mut fill = Fill::join(&file, files)?;
         if let Language::Wgsl | Language::WgslWeb = language {
             let (load, half) = self.load_files();
@@ -293,6 +313,38 @@ impl KernelSpec {
         }
         for (slot, text) in lower::slots(&self.mods, &self.layout, language)? {
             fill.slot(slot, &text)?;
+        }
+        Ok(fill.finish())
+    }
+
+    /// The text of a Metal kernel. The two loaders have the same functions, so that a kernel includes
+    /// one and gets either.
+    fn msl(&self, file: &str) -> Result<String> {
+        let loader = self.metal.map_or(Loader::Staged, |tile| tile.loader);
+        let tile =
+            self.metal.unwrap_or_else(|| MslTile::choose(loader, self.dtype, self.head_dim, self.v_dim));
+        let mut files = MSL_FILES.to_vec();
+        if loader == Loader::Direct {
+            let direct = MSL_FILES.iter().find(|(name, _)| *name == "load_direct.metal");
+            let staged = files.iter_mut().find(|(name, _)| *name == "load_staged.metal");
+            if let (Some((_, direct)), Some((_, text))) = (direct, staged) {
+                *text = direct;
+            }
+        }
+        let mut fill = Fill::join(file, &files)?;
+        fill.constant("INFO", &self.info.max(1).to_string())?;
+        fill.constant("ALIGNED", &u32::from(self.aligned).to_string())?;
+        let element = match self.dtype {
+            DType::F32 => "float",
+            DType::F16 => "half",
+            DType::BF16 => "ushort",
+        };
+        fill.constant("Elem", element)?;
+        for (name, value) in tile.constants(self.head_dim, self.v_dim) {
+            fill.constant(name, &value.to_string())?;
+        }
+        for (slot, text) in &self.slots {
+            fill.slot(slot, text)?;
         }
         Ok(fill.finish())
     }
@@ -367,6 +419,7 @@ pub fn all_specs() -> Vec<KernelSpec> {
                         head_dim: dim,
                         v_dim: dim,
                         tile: row.tile,
+                        metal: None,
                         aligned,
                         pooled,
                         mods: Mods::default(),

@@ -25,4 +25,12 @@ pub const WGSL_FILES: &[(&str, &str)] = &[
 ];
 
 /// Name and text of every file in `msl/`.
-pub const MSL_FILES: &[(&str, &str)] = &[];
+pub const MSL_FILES: &[(&str, &str)] = &[
+    ("common.metal", include_str!("../../msl/common.metal")),
+    ("forward.metal", include_str!("../../msl/forward.metal")),
+    ("load_direct.metal", include_str!("../../msl/load_direct.metal")),
+    ("load_staged.metal", include_str!("../../msl/load_staged.metal")),
+    ("mods.metal", include_str!("../../msl/mods.metal")),
+    ("tile.metal", include_str!("../../msl/tile.metal")),
+    ("walk.metal", include_str!("../../msl/walk.metal")),
+];

@@ -43,7 +43,8 @@ impl Fill {
         let Some((_, text)) = files.iter().find(|(file, _)| *file == name) else {
             return Err(self.error(format!("there is no file {name} to include")));
         };
-        for line in text.lines() {
+        // A file's own guard says nothing once files are joined.
+        for line in text.lines().filter(|line| *line != "#pragma once") {
             match included(line) {
                 Some(file) => self.include(file, files, seen)?,
                 None => self.lines.push(line.to_owned()),
