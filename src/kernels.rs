@@ -332,7 +332,7 @@ impl KernelSpec {
             }
         }
         let mut fill = Fill::join(file, &files)?;
-        fill.constant("INFO", &self.info.max(1).to_string())?;
+        fill.constant("INFO", &self.layout.info_len().to_string())?;
         fill.constant("ALIGNED", &u32::from(self.aligned).to_string())?;
         let element = match self.dtype {
             DType::F32 => "float",
@@ -343,8 +343,8 @@ impl KernelSpec {
         for (name, value) in tile.constants(self.head_dim, self.v_dim) {
             fill.constant(name, &value.to_string())?;
         }
-        for (slot, text) in &self.slots {
-            fill.slot(slot, text)?;
+        for (slot, text) in lower::slots(&self.mods, &self.layout, Language::Msl)? {
+            fill.slot(slot, &text)?;
         }
         Ok(fill.finish())
     }

@@ -28,9 +28,12 @@
 //! ```
 
 mod compile;
+mod emulator;
 mod instrument;
 mod launch;
 mod signature;
+mod wgsl;
 
 pub use compile::{Kernel, Math, clang};
+pub use emulator::{Emulator, Record};
 pub use launch::{Bound, Counters, Memory, MmaOrder, Options, Outcome, Problem, Report, Schedule};
