@@ -17,7 +17,7 @@ mod split;
 
 use crate::error::{Error, Result};
 use crate::expr::{MaskMod, ScoreMod};
-use crate::kernels::{F16, Kernel, KernelSpec, NONE, Params, Tile};
+use crate::kernels::{F16, Kernel, KernelSpec, Loader, NONE, Params, Tile};
 use crate::runtime::{Binding, Dispatch, Profile, Runtime, Tier, Usage};
 use crate::shape::{AttentionShape, DType, Layout};
 use crate::{BlockMask, lower};
@@ -195,6 +195,7 @@ struct SpecKey {
     f16: F16,
     dims: [u32; 2],
     tile: Tile,
+    metal: Option<Loader>,
     aligned: bool,
     pooled: bool,
     score: Option<u128>,
@@ -403,6 +404,11 @@ impl Cache {
             f16: if native { F16::Native } else { F16::Packed },
             dims,
             tile: Tile::choose(kernel, call.dtype, dims[0], dims[1], profile.limits.workgroup_memory)?,
+            metal: (profile.tier == Tier::Metal).then_some(if profile.load_direct {
+                Loader::Direct
+            } else {
+                Loader::Staged
+            }),
             aligned,
             pooled: call.pooled,
             score: call.score.map(ScoreMod::hash),
@@ -413,13 +419,14 @@ impl Cache {
         if let Some(found) = specs.get(&key) {
             return Ok(found.clone());
         }
-        let spec = Arc::new(KernelSpec {
+        let spec = KernelSpec {
             kernel,
             dtype: key.dtype,
             f16: key.f16,
             head_dim: dims[0],
             v_dim: dims[1],
             tile: key.tile,
+            metal: None,
             aligned,
             pooled: key.pooled,
             mods: lower::Mods {
@@ -428,6 +435,10 @@ impl Cache {
                 ..lower::Mods::default()
             },
             layout: mods.layout.clone(),
+        };
+        let spec = Arc::new(match key.metal {
+            Some(loader) => spec.on_metal(loader),
+            None => spec,
         });
         if specs.len() >= Self::MAX_SPECS {
             specs.clear();

@@ -51,6 +51,11 @@ pub(super) fn module(
     spec: &KernelSpec,
     language: Language,
 ) -> Result<wgpu::ShaderModule> {
+    // A kernel without a Metal text runs from its WGSL there too.
+    let language = match language {
+        Language::Msl if spec.metal.is_none() => Language::Wgsl,
+        language => language,
+    };
     let text = spec.text(language)?;
     let label = spec.label();
     match language {

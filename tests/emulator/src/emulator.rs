@@ -86,7 +86,6 @@ impl Emulator {
             subgroup_min: 32,
             subgroup_max: 32,
             f16: true,
-            software: true,
             limits,
             ..Profile::floor(tier)
         };
