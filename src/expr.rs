@@ -67,6 +67,7 @@
 //! ```
 
 mod capture;
+mod check;
 mod derivative;
 mod mods;
 mod op;

@@ -218,9 +218,9 @@ impl KernelSpec {
     /// from the expressions' hashes, so no text is generated for it.
     pub fn key(&self) -> u128 {
         let hash = |expr: &Option<Expr>| expr.as_ref().map(Expr::hash);
-        let Mods { score, mask, grad, captured } = &self.mods;
+        let Mods { score, mask, grad, terms } = &self.mods;
         let content = format!(
-            "{}\0{:?}\0{:?}\0{grad}\0{captured:?}\0{:?}",
+            "{}\0{:?}\0{:?}\0{grad}\0{terms:?}\0{:?}",
             self.label(),
             hash(score),
             hash(mask),

@@ -9,7 +9,7 @@
 //! | `score_mod` | `score_mod(score, row, b, h, q, kv)` |
 //! | `mask_mod` | `mask_mod(row, b, h, q, kv)` |
 //! | `score_grad` | `score_grad(score, row, b, h, q, kv)`: d score_mod / d score |
-//! | `captured_grad` | `captured_grad(..)`: where one captured tensor is read, and d score_mod / d element |
+//! | `terms` | d score_mod / d element for each place that reads a captured tensor, and which element it is |
 //!
 //! In MSL every function takes `thread const Ctx& ctx` first. Shared subexpressions get names. The texts
 //! follow the rules of [`crate::expr`] exactly where languages differ: integers wrap (MSL computes through
@@ -20,16 +20,18 @@
 
 mod layout;
 mod msl;
+mod terms;
 mod wgsl;
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt::Write;
 
 use crate::error::{Error, Result};
-use crate::expr::{CaptureDecl, Expr, Gradient, Input, Inputs, Op, ScalarDecl, Type, Value};
+use crate::expr::{CaptureDecl, Expr, GatherGradient, Gradient, Input, Inputs, Op, ScalarDecl, Type, Value};
 use crate::kernels::Language;
 
 pub use layout::Layout;
+use terms::Terms;
 
 /// The expressions of one kernel.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -40,8 +42,8 @@ pub struct Mods {
     pub mask: Option<Expr>,
     /// Also `score_grad`.
     pub grad: bool,
-    /// Also `captured_grad` for the captured tensor of this name.
-    pub captured: Option<String>,
+    /// Also `terms`, for the captured tensors of these names.
+    pub terms: Vec<String>,
 }
 
 /// The most values that a row keeps: they live in registers of every invocation.
@@ -67,7 +69,11 @@ pub fn slots(mods: &Mods, layout: &Layout, language: Language) -> Result<Vec<(&'
     if let Some(mask) = &mods.mask {
         expect(mask, Type::Bool, "mask_mod")?;
     }
-    let gradient = (mods.grad || mods.captured.is_some()).then(|| Gradient::of(&score)).transpose()?;
+    let gradient = (mods.grad || !mods.terms.is_empty()).then(|| Gradient::of(&score)).transpose()?;
+    let terms = match &gradient {
+        Some(gradient) => Terms::of(gradient, &mods.terms)?,
+        None => Terms::default(),
+    };
 
     // All outputs of the kernel: rows are shared between them.
     let mut outputs = Vec::new();
@@ -76,16 +82,11 @@ pub fn slots(mods: &Mods, layout: &Layout, language: Language) -> Result<Vec<(&'
     if let (true, Some(gradient)) = (mods.grad, &gradient) {
         outputs.push(gradient.d_score.clone());
     }
-    let mut gathers = Vec::new();
-    if let (Some(name), Some(gradient)) = (&mods.captured, &gradient) {
-        for gather in gradient.captures.iter().filter(|g| &*g.capture.name == name) {
-            outputs.extend(gather.indices.iter().cloned());
-            outputs.push(gather.d.clone());
-            gathers.push(gather);
-        }
-        if gathers.is_empty() {
-            return Err(Error::capture(name, "no gradient: the score_mod does not read it as a float"));
-        }
+    outputs.extend(terms.all().map(|term| term.d.clone()));
+    outputs.extend(terms.pairs.iter().flat_map(|term| term.indices.iter().cloned()));
+    // What the scatter needs has to be in the layout too, but no row keeps it.
+    for index in terms.all().flat_map(|term| &term.indices) {
+        layout.covers(index)?;
     }
 
     for output in &outputs {
@@ -120,20 +121,9 @@ pub fn slots(mods: &Mods, layout: &Layout, language: Language) -> Result<Vec<(&'
         let body = body(target, std::slice::from_ref(&gradient.d_score), &kept, &mut uses, |v| v[0].clone());
         texts.push(("score_grad", target.function("score_grad", Type::F32, &body)));
     }
-    if let Some(name) = &mods.captured {
-        let mut values = Vec::new();
-        for gather in &gathers {
-            values.extend(gather.indices.iter().cloned());
-            values.push(gather.d.clone());
-        }
-        let rank = gathers[0].indices.len();
-        uses.captures.insert(gathers[0].capture.clone());
-        let body = body(target, &values, &kept, &mut uses, |v| {
-            let parts: Vec<(String, String)> =
-                v.chunks(rank + 1).map(|c| (target.position(name, &c[..rank]), c[rank].clone())).collect();
-            target.captured_value(&parts)
-        });
-        texts.push(("captured_grad", target.captured_grad(gathers.len(), &body)));
+    if !mods.terms.is_empty() {
+        let number = |place: &GatherGradient| layout.capture(&place.capture).map(|(number, _)| number);
+        texts.push(("terms", terms.text(target, number, &kept, &mut uses)?));
     }
 
     let mut accessors = String::new();
@@ -256,10 +246,11 @@ trait Target {
     fn field(&self, i: usize, ty: Type) -> String;
     fn row(&self, fields: &[String], body: &str) -> String;
     fn row_value(&self, values: &[(Type, String)]) -> String;
-    /// The flat position that these indices mean in a captured tensor.
-    fn position(&self, capture: &str, index: &[String]) -> String;
-    fn captured_value(&self, parts: &[(String, String)]) -> String;
-    fn captured_grad(&self, gathers: usize, body: &str) -> String;
+    /// The element of the gradients at these indices of capture number `number`.
+    fn element(&self, capture: &str, number: usize, index: &[String]) -> String;
+    /// A function that takes a number first, with one body per number; `what` says which arguments it has.
+    fn numbered(&self, name: &str, what: terms::Shape, bodies: &[String]) -> String;
+    fn count(&self, name: &str, count: usize) -> String;
     /// `position` is the number of the capture in the layout.
     fn accessor(&self, decl: &CaptureDecl, position: usize, large: bool) -> String;
     /// `word` is the number of the word of `info` that holds it.

@@ -92,7 +92,7 @@ pub(crate) fn max(d: &Local<'_>) -> [Option<Flow>; 3] {
 pub(crate) fn clamp(d: &Local<'_>) -> [Option<Flow>; 3] {
     let (a, low, high) = (d.arg(0), d.arg(1), d.arg(2));
     let flow = |when: Bool| Some(Flow { value: d.g(), when: Some(when) });
-    [flow(a.ge(&low) & a.le(&high)), flow(a.lt(&low) & low.lt(&high)), flow(a.gt(&high) | high.lt(&low))]
+    [flow(a.ge(&low) & a.le(&high)), flow(a.lt(&low) & low.le(&high)), flow(a.gt(&high) | high.lt(&low))]
 }
 
 pub(crate) fn pow(d: &Local<'_>) -> [Option<Flow>; 3] {

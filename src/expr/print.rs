@@ -50,9 +50,10 @@ fn print(expr: &Expr, outer: u8, out: &mut String) {
         // WGSL wants parentheses where comparison, logic, shifts and arithmetic mix.
         let (left, right) = match level {
             7 | 8 => (level, level + 1),
-            1..=3 if infix(a.op()).is_some_and(|(s, _)| s == sign) => (level, 7),
-            1..=3 => (4, 4),
-            _ => (7, 7),
+            6 => (9, 9),
+            4 | 5 => (6, 6),
+            _ if infix(a.op()).is_some_and(|(s, _)| s == sign) => (level, 9),
+            _ => (9, 9),
         };
         print(a, left, out);
         out.push_str(&format!(" {sign} "));

@@ -101,6 +101,11 @@ impl<'a> Env<'a> {
         }
     }
 
+    /// The shape of the capture that an expression reads.
+    pub(crate) fn shape(&self, decl: &CaptureDecl) -> Result<&'a [usize]> {
+        Ok(self.capture(decl)?.0.shape())
+    }
+
     fn scalar(&self, decl: &ScalarDecl) -> Result<Value> {
         match self.scalars.iter().find(|s| s.decl() == *decl) {
             Some(scalar) => Ok(scalar.value()),
@@ -160,7 +165,7 @@ impl Step {
         self.expr.op().record::<F>(&types[..self.expr.args().len()])
     }
 
-    fn args(&self) -> &[u32] {
+    pub(crate) fn args(&self) -> &[u32] {
         &self.args[..self.expr.args().len()]
     }
 }
@@ -381,6 +386,11 @@ impl<F: Float> Bound<'_, F> {
         }
     }
 
+    /// The values of operation `i` in the last call.
+    pub(crate) fn step(&self, i: usize) -> &Column<F> {
+        &self.columns[i]
+    }
+
     /// The values of output `i` of the last call, `n` of them.
     pub fn output(&self, i: usize) -> &Column<F> {
         &self.columns[self.program.outputs[i] as usize]
@@ -486,6 +496,11 @@ impl Ranges<'_> {
             };
         }
         self.output(0)
+    }
+
+    /// The ranges of all operations in the last call.
+    pub(crate) fn all(&self) -> &[Range] {
+        &self.ranges
     }
 
     /// The range of output `i` in the last call.

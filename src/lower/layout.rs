@@ -77,6 +77,47 @@ impl Layout {
     /// # Errors
     /// When a capture or scalar is missing or of another type.
     pub fn info(&self, captures: &[Capture], scalars: &[Scalar], large_at: u32) -> Result<Vec<[u32; 4]>> {
+        self.info_with_gradients(captures, scalars, large_at, &[])
+    }
+
+    /// Where the gradient of each of the captured tensors `names` begins, in elements, when they lie one after the
+    /// other in this order; and, last, the number of all elements.
+    ///
+    /// # Errors
+    /// When one is missing, or all together do not fit u32.
+    pub fn gradient_offsets(&self, captures: &[Capture], names: &[String]) -> Result<Vec<u32>> {
+        let mut offsets = vec![0u32];
+        for name in names {
+            let capture = captures.iter().find(|c| c.name() == name).ok_or_else(|| {
+                Error::capture(name, "its gradient is wanted but no such captured tensor was given")
+            })?;
+            let last = offsets[offsets.len() - 1];
+            let end = u32::try_from(capture.len()).ok().and_then(|len| last.checked_add(len));
+            offsets.push(end.ok_or_else(|| {
+                Error::overflow(
+                    "the gradients of captured tensors have more than 2^32 elements; ask for fewer per call",
+                )
+            })?);
+        }
+        Ok(offsets)
+    }
+
+    /// The contents of `info` for a kernel with `terms`: as [`Layout::info`], and where the gradient of each of
+    /// `names` begins in the third word of its offsets.
+    ///
+    /// # Errors
+    /// As [`Layout::info`] and [`Layout::gradient_offsets`].
+    pub fn info_with_gradients(
+        &self,
+        captures: &[Capture],
+        scalars: &[Scalar],
+        large_at: u32,
+        names: &[String],
+    ) -> Result<Vec<[u32; 4]>> {
+        let gradients = self.gradient_offsets(captures, names)?;
+        let gradient_at = |decl: &CaptureDecl| {
+            names.iter().position(|name| **name == *decl.name).map_or(0, |i| gradients[i])
+        };
         let mut info = Vec::with_capacity(self.info_len());
         let mut words = 0u32;
         for decl in &self.captures {
@@ -87,9 +128,9 @@ impl Layout {
             }
             info.push(dims);
             if self.is_large(decl) {
-                info.push([0, large_at, 0, 0]);
+                info.push([0, large_at, gradient_at(decl), 0]);
             } else {
-                info.push([words, 0, 0, 0]);
+                info.push([words, 0, gradient_at(decl), 0]);
                 let size = (capture.len() * decl.dtype.bytes()).div_ceil(4);
                 let end = u32::try_from(size).ok().and_then(|size| words.checked_add(size));
                 words = end.ok_or_else(|| {

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeSet;
 
+use super::terms::Shape;
 use super::wgsl::ordered;
 use super::{ADD, AND, ATOM, COMPARE, Call, MUL, OR, SHIFT, Target, Text, UNARY, XOR};
 use crate::expr::{CaptureDecl, CaptureType, Input, Op, ScalarDecl, Type, Value};
@@ -223,25 +224,27 @@ impl Target for Msl {
         format!("Row{{{}}}", values.iter().map(cast).collect::<Vec<_>>().join(", "))
     }
 
-    fn position(&self, capture: &str, index: &[String]) -> String {
+    fn element(&self, capture: &str, number: usize, index: &[String]) -> String {
         let index: String = index.iter().map(|i| format!(", {i}")).collect();
-        format!("position_{capture}(ctx{index})")
+        format!("ctx.p.info[{}].z + position_{capture}(ctx{index})", 2 * number + 1)
     }
 
-    fn captured_value(&self, parts: &[(String, String)]) -> String {
-        let at: Vec<&str> = parts.iter().map(|(at, _)| &**at).collect();
-        let d: Vec<&str> = parts.iter().map(|(_, d)| &**d).collect();
-        format!("CapturedGrad{{{{{}}}, {{{}}}}}", at.join(", "), d.join(", "))
+    fn numbered(&self, name: &str, shape: Shape, bodies: &[String]) -> String {
+        let (parameters, ty, none) = match shape {
+            Shape::Derivative => ("float score, Row row, int b, int h, int q, int kv", "float", "0.0f"),
+            Shape::Row => ("int b, int h, int q", "uint", "0u"),
+            Shape::Column => ("int b, int h, int kv", "uint", "0u"),
+            Shape::Pair => ("Row row, int b, int h, int q, int kv", "uint", "0u"),
+        };
+        let mut text = format!("inline {ty} {name}(thread const Ctx& ctx, uint term, {parameters}) {{\n");
+        for (i, body) in bodies.iter().enumerate() {
+            text += &format!("  if (term == {i}u) {{\n{body}  }}\n");
+        }
+        text + &format!("  return {none};\n}}\n")
     }
 
-    fn captured_grad(&self, gathers: usize, body: &str) -> String {
-        format!(
-            "#define GATHERS {gathers}
-struct CapturedGrad {{ uint at[GATHERS]; float d[GATHERS]; }};
-inline CapturedGrad captured_grad(thread const Ctx& ctx, float score, Row row, int b, int h, int q, int kv) {{
-{body}}}
-"
-        )
+    fn count(&self, name: &str, count: usize) -> String {
+        format!("#define {name} {count}u\n")
     }
 
     fn accessor(&self, decl: &CaptureDecl, position: usize, large: bool) -> String {

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use super::terms::Shape;
 use super::{ADD, AND, ATOM, COMPARE, Call, MUL, OR, SHIFT, Target, Text, UNARY, XOR};
 use crate::expr::{CaptureDecl, CaptureType, Input, Op, ScalarDecl, Type, Value};
 
@@ -173,24 +174,26 @@ impl Target for Wgsl {
         format!("Row({})", values.iter().map(|(_, value)| &**value).collect::<Vec<_>>().join(", "))
     }
 
-    fn position(&self, capture: &str, index: &[String]) -> String {
-        format!("position_{capture}({})", index.join(", "))
+    fn element(&self, capture: &str, number: usize, index: &[String]) -> String {
+        format!("p.info[{}].z + position_{capture}({})", 2 * number + 1, index.join(", "))
     }
 
-    fn captured_value(&self, parts: &[(String, String)]) -> String {
-        let at: Vec<&str> = parts.iter().map(|(at, _)| &**at).collect();
-        let d: Vec<&str> = parts.iter().map(|(_, d)| &**d).collect();
-        format!("CapturedGrad(array<u32, GATHERS>({}), array<f32, GATHERS>({}))", at.join(", "), d.join(", "))
+    fn numbered(&self, name: &str, shape: Shape, bodies: &[String]) -> String {
+        let (parameters, ty, none) = match shape {
+            Shape::Derivative => ("score: f32, row: Row, b: i32, h: i32, q: i32, kv: i32", "f32", "0.0"),
+            Shape::Row => ("b: i32, h: i32, q: i32", "u32", "0u"),
+            Shape::Column => ("b: i32, h: i32, kv: i32", "u32", "0u"),
+            Shape::Pair => ("row: Row, b: i32, h: i32, q: i32, kv: i32", "u32", "0u"),
+        };
+        let mut text = format!("fn {name}(term: u32, {parameters}) -> {ty} {{\n");
+        for (i, body) in bodies.iter().enumerate() {
+            text += &format!("  if (term == {i}u) {{\n{body}  }}\n");
+        }
+        text + &format!("  return {none};\n}}\n")
     }
 
-    fn captured_grad(&self, gathers: usize, body: &str) -> String {
-        format!(
-            "const GATHERS: u32 = {gathers}u;
-struct CapturedGrad {{ at: array<u32, GATHERS>, d: array<f32, GATHERS> }}
-fn captured_grad(score: f32, row: Row, b: i32, h: i32, q: i32, kv: i32) -> CapturedGrad {{
-{body}}}
-"
-        )
+    fn count(&self, name: &str, count: usize) -> String {
+        format!("const {name}: u32 = {count}u;\n")
     }
 
     fn accessor(&self, decl: &CaptureDecl, position: usize, large: bool) -> String {

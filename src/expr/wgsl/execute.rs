@@ -71,29 +71,40 @@ struct Run<'a> {
     steps: usize,
 }
 
+/// Values of local variables.
+type Locals = HashMap<Handle<LocalVariable>, Expr>;
+
+/// A condition, and the variables of what left a loop or a switch under it.
+type Exit = (Expr, Locals);
+
 /// A function while it runs.
 struct Frame<'a> {
     function: &'a Function,
     args: Vec<Expr>,
     /// Values that were computed at the place where naga says so.
     values: HashMap<Handle<Expression>, Expr>,
-    /// Conditions and values of the returns met so far.
+    /// Conditions and values of the returns met so far; the first whose condition holds counts.
     returns: Vec<(Expr, Expr)>,
+    /// When the innermost loop is reached at all.
+    base: Expr,
+    /// What has left by `break` or `continue` since the innermost loop began.
+    gone: Expr,
+    /// For each loop and switch around the current place: what has left it.
+    breaks: Vec<Vec<Exit>>,
+    /// For each loop: what has skipped the rest of the current step.
+    continues: Vec<Vec<Exit>>,
 }
 
 /// What a branch may change.
 #[derive(Clone)]
 struct State {
-    locals: HashMap<Handle<LocalVariable>, Expr>,
-    /// When the innermost loop or switch has been left by `break`.
-    broken: Expr,
-    /// When the rest of the innermost loop's body is skipped by `continue`.
-    continued: Expr,
-    /// The same for all loops further out.
-    outer: Expr,
+    locals: Locals,
     /// No statement after this point is reached.
     ended: bool,
 }
+
+/// Longer loops do not fit the limit of operations.
+const MAX_LOOP: usize = 1500;
 
 impl Run<'_> {
     fn error(&self, span: Span, message: impl Into<String>) -> Error {
@@ -156,15 +167,17 @@ impl Run<'_> {
                 return Err(self.error(span, format!("{name} is {ty} but gets {}", arg.ty())));
             }
         }
-        let no = Expr::constant(false);
-        let mut state = State {
-            locals: HashMap::new(),
-            broken: no.clone(),
-            continued: no.clone(),
-            outer: no,
-            ended: false,
+        let mut state = State { locals: HashMap::new(), ended: false };
+        let mut frame = Frame {
+            function,
+            args,
+            values: HashMap::new(),
+            returns: Vec::new(),
+            base: Expr::constant(true),
+            gone: Expr::constant(false),
+            breaks: Vec::new(),
+            continues: Vec::new(),
         };
-        let mut frame = Frame { function, args, values: HashMap::new(), returns: Vec::new() };
         for (variable, declared) in function.local_variables.iter() {
             let ty = self.expect_ty(declared.ty, function.local_variables.get_span(variable))?;
             let start = match declared.init {
@@ -204,10 +217,44 @@ impl Run<'_> {
         self.new_expr(Op::Not, std::slice::from_ref(a), span)
     }
 
-    /// When the current place is not reached because of `break` or `continue`.
-    fn skipped(&self, state: &State, span: Span) -> Result<Expr> {
-        let inner = self.or(&state.broken, &state.continued, span)?;
-        self.or(&inner, &state.outer, span)
+    /// The condition under which the current place is reached, within the innermost loop.
+    fn reached(&self, frame: &Frame<'_>, path: &Expr, span: Span) -> Result<Expr> {
+        self.and(path, &self.not(&frame.gone, span)?, span)
+    }
+
+    /// Leaves the innermost loop or switch, or its current step.
+    fn leave(
+        &self,
+        frame: &mut Frame<'_>,
+        state: &mut State,
+        path: &Expr,
+        step: bool,
+        span: Span,
+    ) -> Result<()> {
+        let exit = (self.reached(frame, path, span)?, state.locals.clone());
+        frame.gone = self.or(&frame.gone, &exit.0, span)?;
+        let list = if step { frame.continues.last_mut() } else { frame.breaks.last_mut() };
+        match list {
+            Some(list) => list.push(exit),
+            None => return Err(self.error(span, "this stands outside of a loop")),
+        }
+        state.ended = true;
+        Ok(())
+    }
+
+    /// The variables after what left under conditions meets the rest, which stays where no condition holds;
+    /// without a rest the last exit is it.
+    fn settle(&self, mut exits: Vec<Exit>, rest: Option<Locals>, span: Span) -> Result<Option<Locals>> {
+        let Some(mut locals) = rest.or_else(|| exits.pop().map(|(_, locals)| locals)) else {
+            return Ok(None);
+        };
+        for (condition, exit) in exits.iter().rev() {
+            for (variable, value) in &mut locals {
+                let args = [condition.clone(), exit[variable].clone(), value.clone()];
+                *value = self.new_expr(Op::Select, &args, span)?;
+            }
+        }
+        Ok(Some(locals))
     }
 
     /// What holds after a branch: `a` where `condition`, else `b`.
@@ -224,16 +271,10 @@ impl Run<'_> {
         for (variable, x) in &a.locals {
             locals.insert(*variable, choose(x, &b.locals[variable])?);
         }
-        Ok(State {
-            locals,
-            broken: choose(&a.broken, &b.broken)?,
-            continued: choose(&a.continued, &b.continued)?,
-            outer: a.outer,
-            ended: false,
-        })
+        Ok(State { locals, ended: false })
     }
 
-    /// `path`: the conditions of the branches around this block.
+    /// `path`: the conditions of the branches around this block, up to the innermost loop.
     fn block(&mut self, frame: &mut Frame<'_>, state: &mut State, block: &Block, path: &Expr) -> Result<()> {
         for (statement, span) in block.span_iter() {
             if state.ended {
@@ -288,21 +329,16 @@ impl Run<'_> {
             Statement::Loop { body, continuing, break_if } => {
                 self.repeat(frame, state, body, continuing, *break_if, span, path)?;
             }
-            // Who has left already stays so; only who has skipped the rest of this step does not leave.
-            Statement::Break => {
-                state.broken = self.or(&state.broken, &self.not(&state.continued, span)?, span)?;
-            }
-            Statement::Continue => state.continued = Expr::constant(true),
+            Statement::Break => self.leave(frame, state, path, false, span)?,
+            Statement::Continue => self.leave(frame, state, path, true, span)?,
             Statement::Return { value } => {
-                let skipped = self.skipped(state, span)?;
-                let condition = self.and(path, &self.not(&skipped, span)?, span)?;
-                let reached = skipped.as_constant() == Some(Value::Bool(false));
+                let reached = self.reached(frame, path, span)?;
+                let condition = self.and(&frame.base, &reached, span)?;
                 if let Some(value) = value {
                     let value = self.value(frame, state, *value)?;
                     frame.returns.push((condition, value));
                 }
-                // Within a loop that may have been left, what follows the loop is still reached.
-                state.ended = reached;
+                state.ended = true;
             }
             Statement::Store { pointer, value } => {
                 let value = self.value(frame, state, *value)?;
@@ -320,10 +356,7 @@ impl Run<'_> {
                     let name = declared.name.as_deref().unwrap_or("the variable");
                     return Err(self.error(span, format!("{name} is {ty} but gets {}", value.ty())));
                 }
-                let skipped = self.skipped(state, span)?;
-                let old = state.locals[&variable].clone();
-                let new = self.new_expr(Op::Select, &[skipped, old, value], span)?;
-                state.locals.insert(variable, new);
+                state.locals.insert(variable, value);
             }
             Statement::Call { function, arguments, result } => {
                 let callee = &self.module.functions[*function];
@@ -405,9 +438,9 @@ impl Run<'_> {
         }
         let rest = self.not(&others, span)?;
 
-        let outer = state.outer.clone();
-        let before = std::mem::replace(&mut state.broken, Expr::constant(false));
-        state.outer = self.or(&outer, &before, span)?;
+        let gone = frame.gone.clone();
+        let skipped = frame.continues.last().map_or(0, Vec::len);
+        frame.breaks.push(Vec::new());
         let start = state.clone();
         let mut merged: Option<State> = None;
         for (condition, body) in branches.iter().rev() {
@@ -422,11 +455,21 @@ impl Run<'_> {
                 Some(other) => self.merge(condition, branch, other, span)?,
             });
         }
-        if let Some(merged) = merged {
-            *state = merged;
+        let merged = merged.unwrap_or(start);
+        let exits = frame.breaks.pop().unwrap_or_default();
+        let rest = (!merged.ended).then_some(merged.locals);
+        match self.settle(exits, rest, span)? {
+            Some(locals) => state.locals = locals,
+            None => state.ended = true,
         }
-        state.broken = before;
-        state.outer = outer;
+        // What has left the switch goes on after it; what has left the loop's step does not.
+        frame.gone = gone;
+        for i in skipped..frame.continues.last().map_or(0, Vec::len) {
+            let condition = frame.continues.last().map(|list| list[i].0.clone());
+            if let Some(condition) = condition {
+                frame.gone = self.or(&frame.gone, &condition, span)?;
+            }
+        }
         Ok(())
     }
 
@@ -441,40 +484,50 @@ impl Run<'_> {
         span: Span,
         path: &Expr,
     ) -> Result<()> {
-        let no = Expr::constant(false);
-        let (outer, broken, continued) = (state.outer.clone(), state.broken.clone(), state.continued.clone());
-        state.outer = self.skipped(state, span)?;
-        (state.broken, state.continued) = (no.clone(), no.clone());
-        let mut returned = false;
+        let reached = self.reached(frame, path, span)?;
+        let base = self.and(&frame.base, &reached, span)?;
+        let base = std::mem::replace(&mut frame.base, base);
+        let gone = std::mem::replace(&mut frame.gone, Expr::constant(false));
+        let always = Expr::constant(true);
+        frame.breaks.push(Vec::new());
         for step in 0.. {
-            if step > MAX_NODES {
-                return Err(self.error(
-                    span,
-                    format!(
-                        "this loop does not end after a constant number of steps ({MAX_NODES} were tried); \
-                         its condition must depend on constants alone"
-                    ),
-                ));
+            if step > MAX_LOOP {
+                let message = format!(
+                    "this loop does not end after {MAX_LOOP} steps; its condition must depend on constants alone"
+                );
+                return Err(self.error(span, message));
             }
-            self.block(frame, state, body, path)?;
-            if state.ended {
-                // Everything that was still running has returned; what left earlier goes on after the loop.
-                returned = true;
-                break;
+            frame.continues.push(Vec::new());
+            self.block(frame, state, body, &always)?;
+            let skipped = frame.continues.pop().unwrap_or_default();
+            let rest = (!state.ended).then(|| state.locals.clone());
+            let Some(locals) = self.settle(skipped, rest, span)? else { break };
+            *state = State { locals, ended: false };
+            // Those who skipped the rest of this step are back.
+            frame.gone = Expr::constant(false);
+            for i in 0..frame.breaks.last().map_or(0, Vec::len) {
+                if let Some(condition) = frame.breaks.last().map(|list| list[i].0.clone()) {
+                    frame.gone = self.or(&frame.gone, &condition, span)?;
+                }
             }
-            state.continued = no.clone();
-            self.block(frame, state, continuing, path)?;
+            self.block(frame, state, continuing, &always)?;
             if let Some(condition) = break_if {
                 let condition = self.value(frame, state, condition)?;
-                state.broken = self.or(&state.broken, &condition, span)?;
+                if condition.as_constant() != Some(Value::Bool(false)) {
+                    self.leave(frame, state, &condition, false, span)?;
+                    state.ended = false;
+                }
             }
-            if state.broken.as_constant() == Some(Value::Bool(true)) {
+            if frame.gone.as_constant() == Some(Value::Bool(true)) {
                 break;
             }
         }
-        let left = state.broken.as_constant() != Some(Value::Bool(false));
-        state.ended = returned && !left;
-        (state.outer, state.broken, state.continued) = (outer, broken, continued);
+        let exits = frame.breaks.pop().unwrap_or_default();
+        match self.settle(exits, None, span)? {
+            Some(locals) => *state = State { locals, ended: false },
+            None => state.ended = true,
+        }
+        (frame.base, frame.gone) = (base, gone);
         Ok(())
     }
 

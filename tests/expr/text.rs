@@ -1,0 +1,330 @@
+//! WGSL text in: what is accepted, what is refused, and where errors point.
+
+use flexattn::expr::{Env, Lane, Point, Program};
+use flexattn::{Capture, Error, MaskMod, ParseError, Scalar, ScoreMod};
+use flexattn_testing::Golden;
+
+fn mask_error(text: &str) -> ParseError {
+    match MaskMod::from_wgsl(text, &[], &[]) {
+        Err(Error::Parse(error)) => *error,
+        other => panic!("{text} gave {other:?}"),
+    }
+}
+
+fn score(text: &str, at: Point<f64>) -> f64 {
+    let score_mod = ScoreMod::from_wgsl(text, &[], &[]).unwrap_or_else(|e| panic!("{text}\n{e}"));
+    let env = Env::new(&[], &[], 64, 64).unwrap();
+    Program::new(&[score_mod.expr().clone()]).eval(&env, &at).unwrap()[0].to_f64()
+}
+
+const AT: Point<f64> = Point { score: 1.5, b: 1, h: 2, q: 7, kv: 4 };
+
+#[test]
+fn every_golden_text_parses_and_evaluates() {
+    let mut parsed = 0;
+    for path in Golden::files(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/goldens")).unwrap() {
+        let golden = Golden::load(&path).unwrap();
+        let captures = &golden.captures;
+        let env = Env::new(captures, &[], golden.q.shape[2], golden.k.shape[2]).unwrap();
+        let [batch, heads, q_len, _] = golden.q.shape[..] else { panic!("q is 4-D") };
+        let mut exprs = Vec::new();
+        if let Some(text) = &golden.mask_text {
+            exprs.push(
+                MaskMod::from_wgsl(text, captures, &[])
+                    .unwrap_or_else(|e| panic!("{}: {e}", golden.name))
+                    .expr()
+                    .clone(),
+            );
+        }
+        if let Some(text) = &golden.score_text {
+            let score_mod =
+                ScoreMod::from_wgsl(text, captures, &[]).unwrap_or_else(|e| panic!("{}: {e}", golden.name));
+            let d = score_mod.gradient().unwrap();
+            assert_eq!(d.captures.len(), d.captures.iter().filter(|g| g.d.nodes() > 0).count());
+            exprs.push(score_mod.expr().clone());
+            exprs.push(d.d_score);
+        }
+        if exprs.is_empty() {
+            continue;
+        }
+        parsed += 1;
+        let last = |n: usize| n as i32 - 1;
+        let at = flexattn::expr::IndexBox {
+            b: (0, last(batch)),
+            h: (0, last(heads)),
+            q: (0, last(q_len)),
+            kv: (0, last(golden.k.shape[2])),
+        };
+        for expr in &exprs {
+            expr.check(&env, &at).unwrap_or_else(|e| panic!("{}: {expr}: {e}", golden.name));
+        }
+        let program = Program::new(&exprs);
+        let values =
+            program.eval(&env, &Point { score: 0.75f64, b: 0, h: 0, q: last(q_len), kv: 1 }).unwrap();
+        assert_eq!(values.len(), exprs.len());
+    }
+    assert!(parsed >= 60, "{parsed}");
+}
+
+#[test]
+fn text_and_closure_give_the_same_expression() {
+    let slope = Capture::f32("slope", &[0.5, 0.25], &[2]).unwrap();
+    let closure = ScoreMod::new(|s| s.score() + slope.at([s.head()]) * (s.kv() - s.q()).to_f32());
+    let captures = [Capture::from(&slope)];
+    let text = ScoreMod::from_wgsl("score + slope(h) * f32(kv - q)", &captures, &[]).unwrap();
+    assert_eq!(closure.expr(), text.expr());
+    let function = ScoreMod::from_wgsl(
+        "fn score_mod(s: f32, b: i32, head: i32, q: i32, k: i32) -> f32 { let d = f32(k - q); return s + slope(head) * d; }",
+        &captures,
+        &[],
+    )
+    .unwrap();
+    assert_eq!(closure.expr(), function.expr());
+    let body =
+        ScoreMod::from_wgsl("let d = f32(kv - q); return score + slope(h) * d;", &captures, &[]).unwrap();
+    assert_eq!(closure.expr(), body.expr());
+}
+
+#[test]
+fn short_circuit_and_early_returns_become_plain_logic() {
+    let text = |text: &str| MaskMod::from_wgsl(text, &[], &[]).unwrap().expr().to_string();
+    assert_eq!(text("q >= kv && q - kv < 256"), "(q >= kv) & (q - kv < 256)");
+    assert_eq!(text("kv < 4 || q >= kv"), "(kv < 4) | (q >= kv)");
+    assert_eq!(text("!(q < kv)"), "q >= kv");
+    assert_eq!(text("if (kv < 4) { return true; } return q >= kv;"), "(kv < 4) | (q >= kv)");
+    assert_eq!(
+        text("if (kv > q) { return false; } if (q < 9) { return true; } return kv > 2;"),
+        "(kv <= q) & ((q < 9) | (kv > 2))"
+    );
+    assert_eq!(text("select(false, true, q >= kv)"), "q >= kv");
+}
+
+#[test]
+fn control_flow_is_unrolled() {
+    let cases = [
+        ("var x = score; if (q > 3) { x = x * 2.0; } else { x = 0.0; } return x;", 3.0),
+        ("var x = 1.0; if (q > 30) { x = 2.0; } return x;", 1.0),
+        ("var x = 0.0; for (var i = 0; i < 4; i++) { x += f32(i) * score; } return x;", 9.0),
+        (
+            "var x = 0.0; for (var i = 0; i < 8; i++) { if (i == 3) { continue; } if (i > kv) { break; } x += f32(i); } return x;",
+            7.0,
+        ),
+        ("for (var i = 0; i < 8; i++) { if (i * i > q) { return f32(i); } } return -1.0;", 3.0),
+        ("for (var i = 0; i < 8; i++) { if (i * i > q * 100) { return f32(i); } } return -1.0;", -1.0),
+        ("var x = 0.0; var i = 0; while (i < 3) { x = x + 2.0; i = i + 1; } return x;", 6.0),
+        ("var x = 0.0; loop { x = x + 1.0; if (x > 4.0) { break; } } return x;", 5.0),
+        ("var x = 0.0; loop { x += 1.0; continuing { break if x > 2.0; } } return x;", 3.0),
+        (
+            "var x = 0.0; for (var i = 0; i < 3; i++) { for (var j = 0; j < 3; j++) { if (j > i) { break; } if (i == 1 && q > 3) { continue; } x += 1.0; } } return x;",
+            4.0,
+        ),
+        ("switch (h) { case 0: { return 1.0; } case 1, 2: { return 2.0; } default: { return 3.0; } }", 2.0),
+        (
+            "var x = 0.0; switch (q) { case 7: { if (kv == 4) { break; } x = 9.0; } default: { x = 1.0; } } return x + 0.5;",
+            0.5,
+        ),
+        (
+            "var x = 0.0; for (var i = 0; i < 4; i++) { switch (i) { case 1: { continue; } case 2: { break; } default: { x += 1.0; } } x += 10.0; } return x;",
+            32.0,
+        ),
+        ("var x = score; let p = &x; *p = 3.0; return x;", 3.0),
+        (
+            "var x = 0.0; loop { if (q > 3) { x = 1.0; break; } if (kv > 3) { return 9.0; } x = 5.0; break; } return x;",
+            1.0,
+        ),
+        (
+            "var x = 0.0; for (var i = 0; i < 3; i++) { if (q > 3) { continue; } if (kv > 3) { break; } x += 1.0; } return x;",
+            0.0,
+        ),
+        (
+            "var x = 0.0; for (var i = 0; i < 3; i++) { x += 1.0; if (f32(i) > score) { return x; } } return -1.0;",
+            3.0,
+        ),
+        ("{ var x = 2.0; { let x = 5.0; } return x; }", 2.0),
+    ];
+    for (text, expected) in cases {
+        assert_eq!(score(text, AT), expected, "{text}");
+    }
+}
+
+#[test]
+fn helpers_constants_and_builtins_work() {
+    let text = "
+        const WIDTH: i32 = 8;
+        const GAIN = 0.5;
+        fn side(x: i32) -> i32 { if (x < 0) { return -x; } return x; }
+        fn score_mod(score: f32, b: i32, h: i32, q: i32, kv: i32) -> f32 {
+            return score * GAIN + f32(side(kv - q) / WIDTH + side(q - kv));
+        }";
+    assert_eq!(score(text, AT), 3.75);
+    assert_eq!(score("f32(floor_div(kv - q, 2)) + f32(floor_mod(kv - q, 2))", AT), -1.0);
+    assert_eq!(
+        score("mix(score, 2.0, 0.5) + saturate(score) + step(1.0, score) + fma(2.0, 3.0, score)", AT),
+        11.25
+    );
+    assert_eq!(score("5.5 % 2.0 + (-score) % 1.0", AT), 1.0);
+    assert_eq!(score("f32(countOneBits(7u)) + bitcast<f32>(1065353216u)", AT), 4.0);
+    assert_eq!(score("inverseSqrt(4.0 + 0.0 * score)", AT), 0.5);
+    assert_eq!(score("f32(q_len - kv_len) + f32(wrapping_mul(q, 2))", AT), 14.0);
+    assert!((score("sigmoid(score)", AT) - 1.0 / (1.0 + (-1.5f64).exp())).abs() < 1e-12);
+    assert_eq!(score("score // a comment", AT), 1.5);
+    // A function of the text hides one of ours.
+    let own = "fn sigmoid(x: f32) -> f32 { return x * 10.0; }
+        fn score_mod(score: f32, b: i32, h: i32, q: i32, kv: i32) -> f32 { return sigmoid(score); }";
+    assert_eq!(score(own, AT), 15.0);
+}
+
+#[test]
+fn scalars_and_captures_are_read_by_name() {
+    let cap: Scalar = Scalar::f32("cap", 2.0).unwrap().into();
+    let table: Capture = Capture::i32("table", &[3, 4, 5, 6], &[2, 2]).unwrap().into();
+    let (captures, scalars) = ([table], [cap]);
+    let score_mod = ScoreMod::from_wgsl("cap * f32(table(q - 6, kv - 4))", &captures, &scalars).unwrap();
+    let env = Env::new(score_mod.captures(), score_mod.scalars(), 8, 8).unwrap();
+    let value = Program::new(&[score_mod.expr().clone()]).eval(&env, &AT).unwrap()[0];
+    assert_eq!(value, Lane::F32(10.0));
+}
+
+#[test]
+fn errors_point_at_the_place() {
+    let error = mask_error("q >= kvv");
+    assert_eq!((error.line, error.column, error.span.clone()), (1, 6, 5..8));
+    assert!(
+        error.message.contains("kvv") && error.message.contains("known here: b, h, q, kv"),
+        "{}",
+        error.message
+    );
+    assert!(error.snippet.ends_with("     ^^^"), "{}", error.snippet);
+
+    let text = "fn mask_mod(b: i32, h: i32, q: i32, kv: i32) -> bool {\n    let x = q + 1.5;\n    return q >= kv;\n}";
+    let error = mask_error(text);
+    assert_eq!(error.line, 2, "{error}");
+
+    let error = mask_error("if (q < 3) { return true; }\nreturn bool(score);");
+    assert_eq!((error.line, error.column), (2, 13), "{error}");
+
+    let error = mask_error("q >=");
+    assert_eq!(error.line, 1, "{error}");
+}
+
+#[test]
+fn types_must_fit() {
+    for (text, part) in [
+        ("q + kv", "bool"),
+        ("f32(q) >= kv", ""),
+        ("q >= 1u", ""),
+        ("var x = 1.0; x = f32(q) + h; return x > 0.0;", ""),
+    ] {
+        let error = mask_error(text);
+        assert!(error.message.contains(part), "{text}: {error}");
+    }
+    let table: Capture = Capture::i32("table", &[3, 4], &[2]).unwrap().into();
+    for text in ["table(q, kv) > 0", "table() > 0", "table(f32(q)) > 0"] {
+        let error = MaskMod::from_wgsl(text, std::slice::from_ref(&table), &[]).unwrap_err();
+        assert!(matches!(error, Error::Parse(_)), "{text}: {error}");
+    }
+}
+
+#[test]
+fn what_the_language_lacks_is_refused_by_name() {
+    let wrap = |body: &str| format!("fn mask_mod(b: i32, h: i32, q: i32, kv: i32) -> bool {{ {body} }}");
+    let cases: Vec<(String, &str)> = vec![
+        (wrap("let v = vec2<i32>(q, kv); return v.x > 1;"), "vector"),
+        (wrap("var a = array<i32, 2>(q, kv); return a[0] > 1;"), "array"),
+        (wrap("let p = &q; return true;"), ""),
+        (format!("struct S {{ x: i32 }} {}", wrap("let s = S(q); return s.x > 1;")), ""),
+        (
+            format!(
+                "@group(0) @binding(0) var t: texture_2d<f32>; {}",
+                wrap("return textureLoad(t, vec2(0, 0), 0).x > 0.0;")
+            ),
+            "",
+        ),
+        (format!("var<private> state: i32; {}", wrap("return state > q;")), "state"),
+        (format!("override W: i32 = 4; {}", wrap("return q > W;")), "override"),
+        (wrap("workgroupBarrier(); return true;"), "barrier"),
+        (wrap("var i = 0; while (i < q) { i = i + 1; } return i > kv;"), "constant number of steps"),
+        (wrap("var i = 0; loop { i = i + 1; } return true;"), ""),
+        (format!("fn f(x: i32) -> i32 {{ return f(x - 1); }} {}", wrap("return f(q) > 0;")), ""),
+        (wrap("return acos(f32(q)) > 0.0;"), "acos"),
+        (wrap("return dpdx(f32(q)) > 0.0;"), "derivative"),
+        (wrap("if (q > 3) { return true; }"), ""),
+        ("fn other() {}".into(), "mask_mod"),
+        ("fn mask_mod(q: i32, kv: i32) -> bool { return q >= kv; }".into(), "signature"),
+        ("@compute @workgroup_size(1) fn mask_mod() {}".into(), "entry point"),
+    ];
+    for (text, part) in cases {
+        let error = mask_error(&text);
+        assert!(error.message.contains(part), "{text}\n{error}");
+        assert!(error.line >= 1 && error.span.end <= text.len());
+    }
+    let table: Capture = Capture::i32("table", &[3, 4], &[2]).unwrap().into();
+    let clash = "fn table(x: i32) -> i32 { return x; }\nfn mask_mod(b: i32, h: i32, q: i32, kv: i32) -> bool { return table(q) > 0; }";
+    let error = MaskMod::from_wgsl(clash, &[table], &[]).unwrap_err().to_string();
+    assert!(error.contains("captured tensor"), "{error}");
+}
+
+#[test]
+fn no_text_makes_the_parser_panic() {
+    let pieces = [
+        "fn",
+        "mask_mod",
+        "(",
+        ")",
+        "{",
+        "}",
+        "q",
+        "kv",
+        ">=",
+        "+",
+        "&&",
+        "return",
+        ";",
+        "1",
+        "1.5",
+        "if",
+        "let",
+        "x",
+        "=",
+        "var",
+        "for",
+        "é",
+        "\n",
+        "//",
+        "/*",
+        "select",
+        ",",
+        "true",
+        "<",
+        ">",
+        "2147483648",
+        "-",
+        "@",
+        "loop",
+        "break",
+    ];
+    let mut state = 0x2545_f491_4f6c_dd1du64;
+    for _ in 0..3000 {
+        let mut text = String::new();
+        for _ in 0..(state % 14) {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            text.push_str(pieces[(state % pieces.len() as u64) as usize]);
+            text.push(' ');
+        }
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        let _ = MaskMod::from_wgsl(&text, &[], &[]);
+        let _ = ScoreMod::from_wgsl(&text, &[], &[]);
+    }
+}
+
+#[test]
+fn unrolling_is_bounded() {
+    let long = "var x = score; for (var i = 0; i < 1400; i++) { x = x * 1.5 + f32(i); } return x;";
+    let error = ScoreMod::from_wgsl(long, &[], &[]).unwrap_err().to_string();
+    assert!(error.contains("4096"), "{error}");
+    let nested = "var x = score; for (var i = 0; i < 4000; i++) { for (var j = 0; j < 4000; j++) { x = x + 0.0; } } return x;";
+    let error = ScoreMod::from_wgsl(nested, &[], &[]).unwrap_err().to_string();
+    assert!(error.contains("unroll") || error.contains("4096"), "{error}");
+}
