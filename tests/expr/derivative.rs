@@ -121,6 +121,18 @@ fn derivatives_of_random_expressions_equal_central_differences() {
             };
             let scalars = random::scalars();
             let env = Env::new(&captures, &scalars, Q_LEN, KV_LEN).unwrap();
+            // Where a NaN is dropped on the way, as min() does, there is no derivative to speak of.
+            let mut parts = vec![expr.clone()];
+            let mut next = 0;
+            while next < parts.len() {
+                let args = parts[next].args().to_vec();
+                parts.extend(args);
+                next += 1;
+            }
+            let all = Program::new(&parts).eval(&env, &at).unwrap();
+            if all.iter().any(|lane| lane.to_f64().is_nan()) {
+                return Ok(());
+            }
             let program = Program::new(&[expr.clone()]);
             let f = |score: f64| program.eval(&env, &Point { score, ..at }).unwrap()[0].to_f64();
             if let Some(expected) = differences(f, at.score) {
