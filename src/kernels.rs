@@ -17,13 +17,13 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use crate::expr::Expr;
 use crate::lower::{self, Layout, Mods};
-use crate::{DType, Error, Result};
+use crate::{DType, Error, Profile, Result, Tier};
 
 pub use files::{MSL_FILES, WGSL_FILES};
 pub use fill::Fill;
 pub use msl_table::{Loader, MSL_TILES, MslRow, MslTile};
 pub use params::{NONE, Params};
-pub use table::{TILES, Tile, TileRow};
+pub use table::{Adapter, TILES, Tile, TileRow};
 
 /// A shading language, or a dialect of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -161,8 +161,8 @@ pub struct KernelSpec {
 }
 
 impl KernelSpec {
-    /// The kernel without mods, for aligned tensors, f16 as words, with the best tile that fits
-    /// `workgroup_memory` bytes.
+    /// The kernel without mods, for aligned tensors, f16 as words, with the best tile for any adapter
+    /// that fits `workgroup_memory` bytes.
     ///
     /// # Errors
     ///
@@ -174,13 +174,15 @@ impl KernelSpec {
         v_dim: u32,
         workgroup_memory: u32,
     ) -> Result<Self> {
+        let mut profile = Profile::floor(Tier::Portable);
+        profile.limits.workgroup_memory = workgroup_memory;
         Ok(Self {
             kernel,
             dtype,
             f16: F16::Packed,
             head_dim,
             v_dim,
-            tile: Tile::choose(kernel, dtype, head_dim, v_dim, workgroup_memory)?,
+            tile: Tile::choose(kernel, dtype, head_dim, v_dim, &profile)?,
             metal: None,
             aligned: head_dim % 4 == 0 && v_dim % 4 == 0,
             pooled: false,
@@ -248,7 +250,7 @@ impl KernelSpec {
     pub fn workgroup_memory(&self) -> u32 {
         match self.metal {
             Some(tile) => tile.threadgroup_memory(),
-            None => self.tile.workgroup_memory(self.kernel, self.dtype),
+            None => self.tile.workgroup_memory(self.kernel, self.dtype, self.v_dim),
         }
     }
 
@@ -379,6 +381,7 @@ impl KernelSpec {
                 ("V_DIM", self.v_dim),
                 ("ROWS", self.tile.rows),
                 ("CHUNK", self.tile.chunk),
+                ("V_ROWS", self.tile.v_rows),
             ],
             Kernel::Delta | Kernel::Dsink => {
                 vec![("INFO", self.layout.info_len() as u32), ("V_DIM", self.v_dim)]
@@ -404,9 +407,10 @@ pub fn all_specs() -> Vec<KernelSpec> {
     let mut specs = Vec::new();
     for row in TILES {
         for &dtype in DType::ALL.iter().filter(|dtype| dtype.size() as u32 == row.element) {
-            for dim in [row.up_to, row.up_to - 3] {
+            // A row's largest dims, and others that are no multiple of 4.
+            for (head_dim, v_dim) in [(row.head_dim.min(576), row.v_dim), (row.head_dim.min(67), row.v_dim - 3)] {
                 for (f16, pooled) in [(F16::Packed, false), (F16::Native, false), (F16::Packed, true)] {
-                    let aligned = dim % 4 == 0;
+                    let aligned = head_dim % 4 == 0 && v_dim % 4 == 0;
                     if f16 == F16::Native && (dtype != DType::F16 || !aligned)
                         || pooled && row.kernel.is_backward()
                     {
@@ -416,8 +420,8 @@ pub fn all_specs() -> Vec<KernelSpec> {
                         kernel: row.kernel,
                         dtype,
                         f16,
-                        head_dim: dim,
-                        v_dim: dim,
+                        head_dim,
+                        v_dim,
                         tile: row.tile,
                         metal: None,
                         aligned,

@@ -403,7 +403,7 @@ impl Cache {
             dtype: call.dtype,
             f16: if native { F16::Native } else { F16::Packed },
             dims,
-            tile: Tile::choose(kernel, call.dtype, dims[0], dims[1], profile.limits.workgroup_memory)?,
+            tile: Tile::choose(kernel, call.dtype, dims[0], dims[1], profile)?,
             metal: (profile.tier == Tier::Metal).then_some(if profile.load_direct {
                 Loader::Direct
             } else {

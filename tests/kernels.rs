@@ -70,8 +70,9 @@ fn every_row_of_the_table_declares_the_workgroup_memory_it_states() {
 fn every_head_dim_has_a_tile_within_16_kib() {
     for &kernel in Kernel::ALL {
         for dtype in DType::ALL {
-            for dim in [1, 3, 16, 64, 72, 80, 96, 128, 192, 256, 512, 576] {
-                let spec = KernelSpec::new(kernel, dtype, dim, dim, 16 << 10).unwrap();
+            for (head_dim, v_dim) in [(1, 1), (3, 5), (64, 64), (72, 80), (128, 128), (256, 256), (576, 512)]
+            {
+                let spec = KernelSpec::new(kernel, dtype, head_dim, v_dim, 16 << 10).unwrap();
                 assert!(spec.workgroup_memory() <= 16 << 10, "{}", spec.label());
             }
         }
@@ -80,7 +81,7 @@ fn every_head_dim_has_a_tile_within_16_kib() {
 
 #[test]
 fn a_kernel_that_needs_more_workgroup_memory_says_how_much() {
-    let error = Tile::choose(Kernel::Forward, DType::F32, 64, 64, 8 << 10).unwrap_err();
+    let error = KernelSpec::new(Kernel::Forward, DType::F32, 64, 64, 8 << 10).unwrap_err();
     assert!(error.is_limit());
     assert!(error.to_string().contains("maxComputeWorkgroupStorageSize"), "{error}");
 }

@@ -13,7 +13,8 @@
 const HEAD_DIM: u32 = 64u;
 const V_DIM: u32 = 64u;
 const ROWS: u32 = 4u;       // query rows of an invocation
-const CHUNK: u32 = 8u;      // vec4 of a row that are staged at once, a multiple of 8
+const CHUNK: u32 = 8u;      // vec4 of the rows of q and k that are staged at once
+const V_ROWS: u32 = 16u;    // rows of v that are staged at once, a multiple of 4
 
 const COLUMNS: u32 = 4u;
 const TILE_Q: u32 = 8u * ROWS;
@@ -21,8 +22,8 @@ const TILE_KV: u32 = 8u * COLUMNS;
 const HEAD_QUADS: u32 = (HEAD_DIM + 3u) / 4u;
 const V_QUADS: u32 = (V_DIM + 3u) / 4u;
 const OUT: u32 = (V_QUADS + 7u) / 8u;      // vec4 of an output row in one invocation
-const STEP: u32 = CHUNK / 8u;              // of which one chunk feeds this many
-const STRIDE: u32 = CHUNK + 1u;            // odd, so that rows start in different banks
+const V_STRIDE: u32 = 8u * OUT;
+const STRIDE: u32 = CHUNK | 1u;            // odd, so that rows start in different banks
 const P_STRIDE: u32 = 9u;
 
 @group(0) @binding(0) var<storage, read> q: array<Word>;              // [B, Hq, L, D]
@@ -37,7 +38,7 @@ const P_STRIDE: u32 = 9u;
 //@end
 
 var<workgroup> q_tile: array<Quad, TILE_Q * STRIDE>;       // a chunk of TILE_Q rows of q
-var<workgroup> kv_tile: array<Quad, TILE_KV * STRIDE>;     // a chunk of TILE_KV rows of k, then of v
+var<workgroup> kv_tile: array<Quad, max(TILE_KV * STRIDE, V_ROWS * V_STRIDE)>;  // of k, then rows of v
 var<workgroup> p_tile: array<vec4<f32>, TILE_Q * P_STRIDE>;  // P; columns tx + 8 j are the vec4 tx
 var<workgroup> reduced: array<f32, TILE_Q * 8u>;           // one value per row and tx
 
@@ -63,15 +64,16 @@ fn stage_k(base: u32, kv: u32, kv_len: u32, chunk: u32, local: u32) {
   }
 }
 
-// The same of v; rows past kv_len are zero, since what lies there may be NaN, and 0 * NaN is too.
-fn stage_v(base: u32, kv: u32, kv_len: u32, chunk: u32, local: u32) {
-  for (var i = local; i < TILE_KV * CHUNK + p.zero; i += 64u) {
-    let quad = chunk * CHUNK + i % CHUNK;
+// Stages V_ROWS rows of v in the order of P's columns: row n is kv + n / 4 + 8 (n % 4). Rows past
+// kv_len are zero, since what lies there may be NaN, and 0 * NaN is too; so are columns past V_DIM.
+fn stage_v(base: u32, kv: u32, kv_len: u32, first: u32, local: u32) {
+  for (var i = local; i < V_ROWS * V_STRIDE + p.zero; i += 64u) {
+    let n = first + i / V_STRIDE;
+    let row = kv + n / 4u + 8u * (n % 4u);
+    let quad = i % V_STRIDE;
     var value = Quad();
-    if (quad < V_QUADS && kv + i / CHUNK < kv_len) {
-      value = load_v(base + (kv + i / CHUNK) * p.v.w + 4u * quad, V_DIM - 4u * quad);
-    }
-    kv_tile[(i / CHUNK) * STRIDE + i % CHUNK] = value;
+    if (row < kv_len && quad < V_QUADS) { value = load_v(base + row * p.v.w + 4u * quad, V_DIM - 4u * quad); }
+    kv_tile[i] = value;
   }
 }
 
@@ -105,17 +107,17 @@ fn forward(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocatio
   }
   if (HEAD_QUADS <= CHUNK) { stage_q(q_base, first_row, 0u, local); }
 
-  var walk = walk_row(b, h, first_row, kv_len);
+  var walk = walk_rows(b, h, first_row, TILE_Q, kv_len);
   while (next_tile(&walk)) {
     // S = q k^T
     var s = array<vec4<f32>, ROWS>();
     for (var i = 0u; i < ROWS; i += 1u) { s[i] = vec4<f32>(0.0); }
-    for (var quad0 = 0u; quad0 < HEAD_QUADS + p.zero; quad0 += CHUNK) {
+    for (var quad0 = 0u; quad0 < HEAD_QUADS; quad0 += CHUNK) {
       workgroupBarrier();
       if (HEAD_QUADS > CHUNK) { stage_q(q_base, first_row, quad0 / CHUNK, local); }
       stage_k(k_base, walk.first, kv_len, quad0 / CHUNK, local);
       workgroupBarrier();
-      for (var d = 0u; d < min(CHUNK, HEAD_QUADS - quad0); d += 1u) {
+      for (var d = 0u; d < min(CHUNK, HEAD_QUADS - quad0) + p.zero; d += 1u) {
         let k0 = widen(kv_tile[tx * STRIDE + d]);
         let k1 = widen(kv_tile[(tx + 8u) * STRIDE + d]);
         let k2 = widen(kv_tile[(tx + 16u) * STRIDE + d]);
@@ -169,17 +171,19 @@ fn forward(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocatio
     }
 
     // O += P v
-    for (var c0 = 0u; c0 < OUT; c0 += STEP) {
-      if (c0 > 0u) { workgroupBarrier(); }
-      stage_v(v_base, walk.first, kv_len, c0 / STEP, local);
+    for (var first = 0u; first < TILE_KV; first += V_ROWS) {
+      if (first > 0u) { workgroupBarrier(); }
+      stage_v(v_base, walk.first, kv_len, first, local);
       workgroupBarrier();
-      for (var x = 0u; x < 8u + p.zero; x += 1u) {
+      for (var x = 0u; x < V_ROWS / 4u + p.zero; x += 1u) {
+        var weights = array<vec4<f32>, ROWS>();
+        for (var i = 0u; i < ROWS; i += 1u) {
+          weights[i] = p_tile[(ty + 8u * i) * P_STRIDE + first / 4u + x];
+        }
         for (var j = 0u; j < COLUMNS; j += 1u) {
-          for (var c = 0u; c < min(STEP, OUT - c0); c += 1u) {
-            let value = widen(kv_tile[(x + 8u * j) * STRIDE + tx + 8u * c]);
-            for (var i = 0u; i < ROWS; i += 1u) {
-              o[i][c0 + c] += p_tile[(ty + 8u * i) * P_STRIDE + x][j] * value;
-            }
+          for (var c = 0u; c < OUT; c += 1u) {
+            let value = widen(kv_tile[(4u * x + j) * V_STRIDE + tx + 8u * c]);
+            for (var i = 0u; i < ROWS; i += 1u) { o[i][c] += weights[i][j] * value; }
           }
         }
       }

@@ -20,6 +20,7 @@ struct Walk {
   partial: u32,        // next partial block
   partial_end: u32,
   tile: u32,           // row of the tile map, or column, 0..4
+  pair: bool,          // tile rows `tile` and `tile` + 1 are walked as one
   transposed: bool,    // the walk is over the query rows of a column
   kinds: u32,          // kinds of the coming tiles, two bits each
   next: u32,           // first column (transposed: row) of the coming tile
@@ -29,20 +30,21 @@ struct Walk {
   kind: u32,           // and PARTIAL or FULL
 }
 
-// The list of query rows [row, row + 32) of batch entry b and query head h.
-fn walk_row(b: u32, h: u32, row: u32, kv_len: u32) -> Walk {
+// The list of query rows [row, row + rows) of batch entry b and query head h; rows is at most 64.
+fn walk_rows(b: u32, h: u32, row: u32, rows: u32, kv_len: u32) -> Walk {
   let list = ((b % p.mask_batch) * p.mask_heads + h % p.mask_heads) * p.q_blocks + row / BLOCK;
   let header = p.lists + 4u * list;
   return Walk(tables[header], tables[header + 1u], tables[header + 2u], tables[header + 3u],
-              (row % BLOCK) / TILE, false, 0u, 0u, 0u, kv_len, 0u, EMPTY);
+              (row % BLOCK) / TILE, rows > TILE, false, 0u, 0u, 0u, kv_len, 0u, EMPTY);
 }
+fn walk_row(b: u32, h: u32, row: u32, kv_len: u32) -> Walk { return walk_rows(b, h, row, TILE, kv_len); }
 
 // The transposed list of columns [kv, kv + 32): which query rows they are kept for.
 fn walk_column(b: u32, h: u32, kv: u32) -> Walk {
   let list = ((b % p.mask_batch) * p.mask_heads + h % p.mask_heads) * p.kv_blocks + kv / BLOCK;
   let header = p.lists_t + 4u * list;
   return Walk(tables[header], tables[header + 1u], tables[header + 2u], tables[header + 3u],
-              (kv % BLOCK) / TILE, true, 0u, 0u, 0u, p.q_len, 0u, EMPTY);
+              (kv % BLOCK) / TILE, false, true, 0u, 0u, 0u, p.q_len, 0u, EMPTY);
 }
 
 // The kinds of the four tiles of row `tile` of a map, or of its column.
@@ -50,6 +52,11 @@ fn row_kinds(map: u32, tile: u32) -> u32 { return map >> (8u * tile); }
 fn column_kinds(map: u32, tile: u32) -> u32 {
   let kinds = map >> (2u * tile);
   return (kinds & 3u) | ((kinds >> 6u) & 0xcu) | ((kinds >> 12u) & 0x30u) | ((kinds >> 18u) & 0xc0u);
+}
+// The kinds of two rows of tiles taken as one: where they differ it is partial.
+fn pair_kinds(a: u32, b: u32) -> u32 {
+  let differ = ((a ^ b) | ((a ^ b) >> 1u)) & 0x55u;
+  return (a & ~(3u * differ)) | differ;
 }
 
 // Moves to the next tile that is not empty; false at the end of the list.
@@ -65,7 +72,9 @@ fn next_tile(walk: ptr<function, Walk>) -> bool {
         (*walk).next = tables[(*walk).partial] * BLOCK;
         (*walk).end = min((*walk).next + BLOCK, (*walk).count);
         let map = tables[(*walk).partial + 1u];
-        (*walk).kinds = select(row_kinds(map, (*walk).tile), column_kinds(map, (*walk).tile), (*walk).transposed);
+        (*walk).kinds = row_kinds(map, (*walk).tile);
+        if ((*walk).pair) { (*walk).kinds = pair_kinds((*walk).kinds, row_kinds(map, (*walk).tile + 1u)); }
+        if ((*walk).transposed) { (*walk).kinds = column_kinds(map, (*walk).tile); }
         (*walk).partial += 2u;
       } else {
         return false;

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::Kernel;
-use crate::{DType, Error, Result};
+use crate::{DType, Error, Profile, Result};
 
 /// How a kernel cuts its work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -14,8 +14,11 @@ pub struct Tile {
     pub rows: u32,
     /// Columns of the scores of one invocation.
     pub columns: u32,
-    /// vec4 of a row that are staged in workgroup memory at once; 0 where nothing is staged.
+    /// vec4 of the rows of q and k that are staged in workgroup memory at once; 0 where none are. The
+    /// gradient kernels stage v and dout by it too.
     pub chunk: u32,
+    /// Rows of v that the forward kernel stages at once; 0 in other kernels.
+    pub v_rows: u32,
     /// Operands that the gradient kernels have staged at a time: 2, or 3 where those of the rows stay
     /// in place; 0 in other kernels.
     pub stages: u32,
@@ -23,9 +26,24 @@ pub struct Tile {
 
 impl fmt::Display for Tile {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "t{}-{}x{}-c{}", self.threads, self.rows, self.columns, self.chunk)?;
-        if self.stages > 0 { write!(f, "-s{}", self.stages) } else { Ok(()) }
+        write!(f, "t{}-{}x{}", self.threads, self.rows, self.columns)?;
+        for (letter, number) in [('c', self.chunk), ('v', self.v_rows), ('s', self.stages)] {
+            if number > 0 {
+                write!(f, "-{letter}{number}")?;
+            }
+        }
+        Ok(())
     }
+}
+
+/// Which adapters a row of [`TILES`] is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Adapter {
+    /// All of them.
+    Any,
+    /// Those that run on the CPU behind a GPU interface. Their registers are memory, so large tiles
+    /// cost nothing, and loads from workgroup memory are dear.
+    Software,
 }
 
 /// A row of [`TILES`].
@@ -33,40 +51,60 @@ impl fmt::Display for Tile {
 pub struct TileRow {
     /// The kernel it is for.
     pub kernel: Kernel,
+    /// The adapters it is for.
+    pub adapter: Adapter,
     /// Bytes of an element.
     pub element: u32,
-    /// The largest head_dim and v_dim.
-    pub up_to: u32,
+    /// The largest head_dim.
+    pub head_dim: u32,
+    /// The largest v_dim.
+    pub v_dim: u32,
     /// The tile.
     pub tile: Tile,
 }
 
-const fn row(kernel: Kernel, element: u32, up_to: u32, rows: u32, chunk: u32) -> TileRow {
-    TileRow { kernel, element, up_to, tile: Tile { threads: 64, rows, columns: 4, chunk, stages: 0 } }
+const ANY: u32 = u32::MAX;
+
+const fn forward(
+    adapter: Adapter,
+    element: u32,
+    [head_dim, v_dim]: [u32; 2],
+    rows: u32,
+    chunk: u32,
+    v_rows: u32,
+) -> TileRow {
+    let tile = Tile { threads: 64, rows, columns: 4, chunk, v_rows, stages: 0 };
+    TileRow { kernel: Kernel::Forward, adapter, element, head_dim, v_dim, tile }
 }
 
 /// The rows of a gradient kernel. 3 stages only where a chunk is a whole row.
 const fn gradient(kernel: Kernel, element: u32, up_to: u32, chunk: u32, stages: u32) -> TileRow {
-    TileRow { kernel, element, up_to, tile: Tile { threads: 64, rows: 4, columns: 4, chunk, stages } }
+    let tile = Tile { threads: 64, rows: 4, columns: 4, chunk, v_rows: 0, stages };
+    TileRow { kernel, adapter: Adapter::Any, element, head_dim: up_to, v_dim: up_to, tile }
 }
 
-/// The tiles, best first among those for one kernel, element size and head dim. For each there is one
-/// that needs at most 16 KiB of workgroup memory, the least that WebGPU promises.
+/// The tiles, best first among those for one kernel, element size and dims. For each there is one that
+/// needs at most 16 KiB of workgroup memory, the least that WebGPU promises.
 ///
-/// Staging whole rows (chunk * 4 >= head_dim) saves barriers and keeps q in place. From 512 columns on
-/// the output alone would fill the registers of 4 rows, so an invocation has 2.
+/// Where whole rows are staged (4 * chunk >= head_dim), barriers are saved and q stays in place. Above
+/// v_dim 256 the output alone would fill the registers of 4 rows, so an invocation has 2.
 pub const TILES: &[TileRow] = &[
-    row(Kernel::Forward, 4, 32, 4, 8),
-    row(Kernel::Forward, 4, 64, 4, 16),
-    row(Kernel::Forward, 4, 64, 4, 8),
-    row(Kernel::Forward, 4, 256, 4, 16),
-    row(Kernel::Forward, 4, 256, 4, 8),
-    row(Kernel::Forward, 4, 1024, 2, 8),
-    row(Kernel::Forward, 2, 32, 4, 8),
-    row(Kernel::Forward, 2, 64, 4, 16),
-    row(Kernel::Forward, 2, 128, 4, 32),
-    row(Kernel::Forward, 2, 256, 4, 16),
-    row(Kernel::Forward, 2, 1024, 2, 16),
+    forward(Adapter::Software, 4, [ANY, 64], 8, 8, 16),
+    forward(Adapter::Software, 2, [64, 64], 8, 16, 32),
+    forward(Adapter::Any, 4, [32, 64], 4, 8, 16),
+    forward(Adapter::Any, 4, [64, 64], 4, 16, 32),
+    forward(Adapter::Any, 4, [ANY, 64], 4, 8, 16),
+    forward(Adapter::Any, 4, [ANY, 128], 4, 16, 16),
+    forward(Adapter::Any, 4, [ANY, 128], 4, 8, 8),
+    forward(Adapter::Any, 4, [ANY, 256], 4, 16, 8),
+    forward(Adapter::Any, 4, [ANY, 256], 4, 8, 4),
+    forward(Adapter::Any, 4, [ANY, 512], 2, 8, 4),
+    forward(Adapter::Any, 2, [32, 32], 4, 8, 32),
+    forward(Adapter::Any, 2, [64, 64], 4, 16, 32),
+    forward(Adapter::Any, 2, [128, 128], 4, 32, 32),
+    forward(Adapter::Any, 2, [ANY, 128], 4, 16, 16),
+    forward(Adapter::Any, 2, [ANY, 256], 4, 16, 8),
+    forward(Adapter::Any, 2, [ANY, 512], 2, 16, 8),
     gradient(Kernel::Delta, 4, 1024, 0, 0),
     gradient(Kernel::Dsink, 4, 1024, 0, 0),
     gradient(Kernel::Delta, 2, 1024, 0, 0),
@@ -104,41 +142,44 @@ pub const TILES: &[TileRow] = &[
 ];
 
 impl Tile {
-    /// The first tile of the table for this kernel, element type and dims that fits
-    /// `workgroup_memory` bytes.
+    /// The first tile of the table for this kernel, element type and dims that the adapter has the
+    /// workgroup memory for.
     ///
     /// # Errors
     ///
-    /// [`Error::Limit`] when none fits, which names what would.
+    /// [`Error::Limit`] when it has not enough for any, [`Error::Unsupported`] when v_dim is too large
+    /// for the kernel: run it on slices of v's columns.
     pub fn choose(
         kernel: Kernel,
         dtype: DType,
         head_dim: u32,
         v_dim: u32,
-        workgroup_memory: u32,
+        profile: &Profile,
     ) -> Result<Self> {
-        let dim = head_dim.max(v_dim);
-        let fitting = || {
-            TILES
-                .iter()
-                .filter(|row| row.kernel == kernel && row.element == dtype.size() as u32 && dim <= row.up_to)
-        };
-        if let Some(row) = fitting().find(|row| row.tile.workgroup_memory(kernel, dtype) <= workgroup_memory)
-        {
+        let rows = TILES.iter().filter(|row| {
+            row.kernel == kernel
+                && row.element == dtype.size() as u32
+                && (row.adapter == Adapter::Any || profile.software)
+        });
+        let fitting = || rows.clone().filter(|row| head_dim <= row.head_dim && v_dim <= row.v_dim);
+        let memory = |row: &TileRow| row.tile.workgroup_memory(kernel, dtype, v_dim);
+        let available = profile.limits.workgroup_memory;
+        if let Some(row) = fitting().find(|row| memory(row) <= available) {
             return Ok(row.tile);
         }
-        match fitting().map(|row| row.tile.workgroup_memory(kernel, dtype)).min() {
+        match fitting().map(memory).min() {
             Some(needed) => Err(Error::Limit {
-                what: format!("the {} kernel at head_dim {dim}", kernel.entry()),
+                what: format!("the {} kernel at v_dim {v_dim}", kernel.entry()),
                 limit: "maxComputeWorkgroupStorageSize",
                 needed: needed.into(),
-                available: workgroup_memory.into(),
+                available: available.into(),
                 remedy: "request a device with the larger limit".into(),
             }),
             None => Err(Error::unsupported(format!(
-                "head_dim is {dim} but the {} kernel has tiles up to {} only",
+                "head_dim is {head_dim} and v_dim {v_dim} but the {} kernel has tiles up to v_dim {} only; \
+                 run it on slices of v's columns",
                 kernel.entry(),
-                TILES.iter().filter(|row| row.kernel == kernel).map(|row| row.up_to).max().unwrap_or(0)
+                rows.clone().map(|row| row.v_dim).max().unwrap_or(0)
             ))),
         }
     }
@@ -149,15 +190,15 @@ impl Tile {
     }
 
     /// Bytes of workgroup memory that the kernel declares.
-    pub(super) const fn workgroup_memory(&self, kernel: Kernel, dtype: DType) -> u32 {
+    pub(super) fn workgroup_memory(&self, kernel: Kernel, dtype: DType, v_dim: u32) -> u32 {
         match kernel {
             Kernel::Forward => {
-                let quad = 4 * dtype.size() as u32;
-                let stride = self.chunk + 1;
-                let staged = (self.tile_q() + 8 * self.columns) * stride * quad;
+                let stride = self.chunk | 1;
+                let q = self.tile_q() * stride;
+                let kv = (8 * self.columns * stride).max(self.v_rows * 8 * v_dim.div_ceil(32));
                 let weights = self.tile_q() * 9 * 16;
                 let reduced = self.tile_q() * 8 * 4;
-                staged + weights + reduced
+                (q + kv) * 4 * dtype.size() as u32 + weights + reduced
             }
             Kernel::Delta | Kernel::Dsink => 64 * 4,
             Kernel::Dq | Kernel::Dkv => self.staged(dtype) + 32 * 9 * 16,
