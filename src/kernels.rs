@@ -408,7 +408,9 @@ pub fn all_specs() -> Vec<KernelSpec> {
     for row in TILES {
         for &dtype in DType::ALL.iter().filter(|dtype| dtype.size() as u32 == row.element) {
             // A row's largest dims, and others that are no multiple of 4.
-            for (head_dim, v_dim) in [(row.head_dim.min(576), row.v_dim), (row.head_dim.min(67), row.v_dim - 3)] {
+            for (head_dim, v_dim) in
+                [(row.head_dim.min(576), row.v_dim), (row.head_dim.min(67), row.v_dim - 3)]
+            {
                 for (f16, pooled) in [(F16::Packed, false), (F16::Native, false), (F16::Packed, true)] {
                     let aligned = head_dim % 4 == 0 && v_dim % 4 == 0;
                     if f16 == F16::Native && (dtype != DType::F16 || !aligned)

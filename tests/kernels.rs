@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use flexattn::DType;
 use flexattn::expr::{Expr, Input};
 use flexattn::kernels::{
-    Fill, Kernel, KernelSpec, Language, MSL_FILES, Params, TILES, Tile, WGSL_FILES, all_specs,
+    Fill, Kernel, KernelSpec, Language, MSL_FILES, Params, TILES, WGSL_FILES, all_specs,
 };
 use naga::AddressSpace;
 use naga::valid::{Capabilities, ValidationFlags, Validator};
