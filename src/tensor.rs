@@ -1,6 +1,10 @@
 //! Tensors: a buffer of a runtime, an element type and a layout.
 
 use crate::error::{Error, Result};
+#[cfg(feature = "wgpu")]
+use crate::expr::{Capture, CaptureData, CaptureType, DeviceHandle};
+#[cfg(feature = "wgpu")]
+use crate::runtime::Resident;
 use crate::runtime::{Runtime, Usage};
 use crate::shape::{DType, Element, Layout};
 use std::fmt;
@@ -264,6 +268,37 @@ impl crate::gpu::Gpu {
         Tensor::upload(self, data, shape)
     }
 
+    /// A captured tensor whose values lie in a buffer of the program's on this device, from element
+    /// `first` on, row-major: kernels read it in place, so what the GPU computed need not be read
+    /// back. A call binds one such tensor. Nothing is known of its values, so every block of a mask
+    /// that reads it counts as partial.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Buffer`] for a buffer without `STORAGE` or one that ends too early, those of
+    /// [`Capture::new`], [`Error::Unsupported`] on the Cpu tier.
+    pub fn capture(
+        &self,
+        name: &str,
+        dtype: CaptureType,
+        buffer: &wgpu::Buffer,
+        first: u32,
+        shape: &[usize],
+    ) -> Result<Capture> {
+        storage(buffer)?;
+        let count =
+            shape.iter().try_fold(1u64, |count, &dim| count.checked_mul(dim as u64)).unwrap_or(u64::MAX);
+        let needed = count.saturating_add(first.into()).saturating_mul(dtype.bytes() as u64);
+        if needed > buffer.size() {
+            return Err(Error::buffer(format!(
+                "the buffer of capture {name} has {} bytes but {shape:?} {dtype} from element {first} on ends at byte {needed}; bind a larger buffer",
+                buffer.size()
+            )));
+        }
+        let resident = Resident { buffer: DeviceHandle::new(self.adopt(buffer.clone())?), first };
+        Capture::new(name, dtype, shape, CaptureData::Device(DeviceHandle::new(resident)))
+    }
+
     /// A new tensor of zeros, row-major `[B, H, L, D]`.
     ///
     /// # Errors
@@ -292,15 +327,21 @@ impl Tensor<crate::gpu::Gpu> {
         shape: [usize; 4],
         strides: [usize; 4],
     ) -> Result<Self> {
-        if !buffer.usage().contains(wgpu::BufferUsages::STORAGE) {
-            return Err(Error::buffer(format!(
-                "the buffer has usage {:?} but needs STORAGE; create it with that",
-                buffer.usage()
-            )));
-        }
+        storage(buffer)?;
         let layout = Layout::new(shape, strides, offset)?;
         Self::from_parts(gpu, gpu.adopt(buffer.clone())?, dtype, layout)
     }
+}
+
+#[cfg(feature = "wgpu")]
+fn storage(buffer: &wgpu::Buffer) -> Result<()> {
+    if buffer.usage().contains(wgpu::BufferUsages::STORAGE) {
+        return Ok(());
+    }
+    Err(Error::buffer(format!(
+        "the buffer has usage {:?} but needs STORAGE; create it with that",
+        buffer.usage()
+    )))
 }
 
 #[cfg(test)]

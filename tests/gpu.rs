@@ -2,6 +2,7 @@
 //!
 //! These tests run on any adapter, software ones included; without one they say so and stop.
 
+use flexattn::expr::{CaptureType, Captured, I32};
 use flexattn::{Attention, Capture, DType, Error, Gpu, Layout, MaskMod, Scalar, ScoreMod, Tensor, Tier};
 
 /// The machine's best wgpu tier. Tests of wgpu itself mean nothing on the Cpu tier.
@@ -347,6 +348,32 @@ fn an_adopted_device_shares_its_buffers() {
     let tensor =
         Tensor::from_buffer(&gpu, &unreadable, DType::F32, 0, [1, 1, 16, 8], [128, 128, 8, 1]).unwrap();
     let error = tensor.read().unwrap_err();
+    assert!(error.is_buffer(), "{error}");
+}
+
+#[test]
+fn a_captured_tensor_on_the_device_is_read_in_place() {
+    let Some(gpu) = gpu() else { return };
+    let (device, queue) = (gpu.device().unwrap(), gpu.queue().unwrap());
+    let keep: Vec<i32> = (0..5 + 150).map(|i| i32::from(i % 3 == 0)).collect();
+    let buffer = device.create_buffer(&wgpu::BufferDescriptor {
+        label: None,
+        size: 4 * keep.len() as u64,
+        usage: wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST,
+        mapped_at_creation: false,
+    });
+    queue.write_buffer(&buffer, 0, bytemuck::cast_slice(&keep));
+    let q = tensor(&gpu, 1, [1, 2, 150, 16]);
+    let on_host = Captured::<I32>::new(Capture::i32("keep", &keep[5..], &[150]).unwrap().into()).unwrap();
+    let on_device =
+        Captured::<I32>::new(gpu.capture("keep", CaptureType::I32, &buffer, 5, &[150]).unwrap()).unwrap();
+    let [host, device] = [on_host, on_device].map(|keep| {
+        let mask = causal() & MaskMod::new(|i| keep.at([i.kv()]).ne(0));
+        let attention = Attention::new().mask_mod(mask);
+        attention.forward(&gpu, &q, &q, &q).unwrap().out.read().unwrap()
+    });
+    assert_eq!(host, device);
+    let error = gpu.capture("keep", CaptureType::I32, &buffer, 6, &[150]).unwrap_err();
     assert!(error.is_buffer(), "{error}");
 }
 

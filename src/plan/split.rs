@@ -125,8 +125,9 @@ impl Cutter<'_> {
         let source = Source::Tensor(role);
         let limits = &self.profile.limits;
         // The whole buffer where it fits: the bind group then stays the same while offsets move. Not
-        // so in a shared buffer, whose written part must not overlap the others in browsers.
-        if operand.buffer <= limits.storage_binding && !self.call.pooled || layout.is_empty() {
+        // so for a shared buffer in a browser: there the written part must not overlap the others.
+        let apart = self.call.pooled && self.profile.browser;
+        if operand.buffer <= limits.storage_binding && !apart || layout.is_empty() {
             return Ok((Slot::whole(source), view(layout, 0, self.shared(role))));
         }
         let size = self.call.dtype.size() as u64;
