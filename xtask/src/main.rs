@@ -3,11 +3,13 @@
 //! ```text
 //! cargo xtask test [--install] [--full] [SUITE..]   every suite, or the named ones
 //! cargo xtask test --list                           the suites and what each needs
+//! cargo xtask emulate [--kernel K] [--loader L] ..  what a Metal kernel does, counted in the emulator
 //! cargo xtask web [--package]                       the npm package and the demo page
 //! cargo xtask serve [--port N]                      the demo page in a browser
 //! ```
 
 mod drivers;
+mod emulate;
 mod machine;
 mod process;
 mod report;
@@ -24,6 +26,7 @@ usage: cargo xtask COMMAND
       --install    bring what is missing (apt packages on Debian and Ubuntu, unpacked drivers, npm packages)
       --full       everything: every dtype on every tier, long property tests, mutants
       --list       name the suites and what each of them needs
+  emulate [--kernel K] [--json] ..      run a Metal kernel in the emulator and print what it did (--help)
   web [--package]                       build the npm package (web/dist) and the demo page (web/demo/dist)
       --package    only the package
   serve [--port N]                      show the demo page on localhost, built first if it is not there
@@ -46,6 +49,7 @@ fn run() -> Result<bool, Box<dyn std::error::Error>> {
     let mut arguments = lexopt::Parser::from_env();
     match arguments.next()? {
         Some(Value(command)) => match command.to_str() {
+            Some("emulate") => emulate::main(arguments),
             Some("test") => test::main(arguments),
             Some("web") => web::main(arguments),
             Some("serve") => web::serve(arguments),

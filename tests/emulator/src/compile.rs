@@ -188,11 +188,12 @@ impl Kernel {
         let entries = entries(text)?;
         let folder = cache();
         let include = folder.join(format!("include-{:032x}", xxh3_128(HEADER.as_bytes())));
-        std::fs::create_dir_all(&include).map_err(|error| format!("{}: {error}", include.display()))?;
+        std::fs::create_dir_all(include.join("simd"))
+            .map_err(|error| format!("{}: {error}", include.display()))?;
         let write = |text: &str, path: &Path| std::fs::write(path, text).map_err(|error| error.to_string());
         produce(&include.join("metal_stdlib"), |path| write(HEADER, path))?;
         // Kernels name the parts that they use; here all are in one.
-        for part in ["metal_simdgroup", "metal_simdgroup_matrix", "metal_atomic"] {
+        for part in ["metal_simdgroup", "metal_simdgroup_matrix", "metal_atomic", "simd/simd.h"] {
             produce(&include.join(part), |path| write("#include <metal_stdlib>\n", path))?;
         }
 

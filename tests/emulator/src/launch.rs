@@ -24,6 +24,13 @@ impl fmt::Debug for Memory {
     }
 }
 
+/// The same memory, not the same bytes.
+impl PartialEq for Memory {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.words, &other.words)
+    }
+}
+
 impl Memory {
     /// Zeros.
     pub fn new(bytes: usize) -> Self {

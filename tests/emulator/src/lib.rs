@@ -31,9 +31,11 @@ mod compile;
 mod emulator;
 mod instrument;
 mod launch;
+mod measure;
 mod signature;
 mod wgsl;
 
 pub use compile::{Kernel, Math, clang};
 pub use emulator::{Emulator, Record};
 pub use launch::{Bound, Counters, Memory, MmaOrder, Options, Outcome, Problem, Report, Schedule};
+pub use measure::{Case, Kernels, Measurement, cycles};

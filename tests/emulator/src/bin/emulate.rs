@@ -1,0 +1,122 @@
+//! Counts what a kernel does: `cargo xtask emulate` runs this.
+
+use std::error::Error;
+
+use flexattn::kernels::Loader;
+use flexattn::{DType, Params, masks, scores};
+use flexattn_emulator::{Case, Kernels, Measurement};
+use lexopt::prelude::*;
+use serde_json::{Value as Json, json};
+
+const USAGE: &str = "\
+usage: cargo xtask emulate [--kernel forward|decode] [--loader staged|direct|portable|subgroup] [--dtype f16|bf16|f32]
+                           [--head-dim D] [--seq N] [--kv-len N] [--q-heads H] [--kv-heads H]
+                           [--mask NAME] [--score NAME] [--json]
+
+Runs the kernel's Metal text in the emulator, checks the result, and prints what it did: one line per dispatch.
+forward: N queries, N keys (512). decode: one query, N keys (4096), 8 query heads on 2 key heads, head dim 128.
+";
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let mut arguments = lexopt::Parser::from_env();
+    let (mut kernel, mut loader, mut dtype) =
+        ("forward".to_owned(), Kernels::Msl(Loader::Staged), DType::F16);
+    let (mut head_dim, mut seq, mut kv_len, mut q_heads, mut kv_heads) = (None, None, None, None, None);
+    let (mut mask, mut score, mut as_json) = ("dense".to_owned(), None, false);
+    while let Some(argument) = arguments.next()? {
+        match argument {
+            Long("kernel") => kernel = arguments.value()?.string()?,
+            Long("loader") => loader = Kernels::from_name(&arguments.value()?.string()?)?,
+            Long("dtype") => dtype = DType::from_name(&arguments.value()?.string()?)?,
+            Long("head-dim") => head_dim = Some(arguments.value()?.parse::<usize>()?),
+            Long("seq") => seq = Some(arguments.value()?.parse::<usize>()?),
+            Long("kv-len") => kv_len = Some(arguments.value()?.parse::<usize>()?),
+            Long("q-heads") => q_heads = Some(arguments.value()?.parse::<usize>()?),
+            Long("kv-heads") => kv_heads = Some(arguments.value()?.parse::<usize>()?),
+            Long("mask") => mask = arguments.value()?.string()?,
+            Long("score") => score = Some(arguments.value()?.string()?),
+            Long("json") => as_json = true,
+            Long("help") | Short('h') => {
+                print!("{USAGE}");
+                return Ok(());
+            }
+            other => return Err(other.unexpected().into()),
+        }
+    }
+    let decode = match kernel.as_str() {
+        "forward" => false,
+        "decode" => true,
+        other => {
+            return Err(format!("there is no kernel `{other}`; there are forward and decode\n{USAGE}").into());
+        }
+    };
+    let seq_default = if decode { 4096 } else { 512 };
+    let keys = kv_len.or(seq).unwrap_or(seq_default);
+    let q_len = if decode { 1 } else { seq.unwrap_or(seq_default) };
+    let (heads_default, kv_default) = if decode { (8, 2) } else { (1, 1) };
+    let q_heads = q_heads.unwrap_or(heads_default);
+    let sizes = Params::new(1, q_heads, q_len, keys);
+    let case = Case {
+        kernels: loader,
+        dtype,
+        q_heads,
+        kv_heads: kv_heads.unwrap_or(kv_default),
+        q_len,
+        kv_len: keys,
+        head_dim: head_dim.unwrap_or(if decode { 128 } else { 64 }),
+        // The query of a decode step is the last position.
+        q_offset: if decode { keys as i32 - 1 } else { 0 },
+        mask: if matches!(mask.as_str(), "dense" | "none") {
+            None
+        } else {
+            Some(masks::by_name(&mask, &sizes)?)
+        },
+        score: score.as_deref().map(|name| scores::by_name(name, &sizes)).transpose()?,
+    };
+    for measurement in case.measure()? {
+        let line = report(&kernel, &case, &mask, &measurement);
+        if as_json {
+            println!("{line}");
+        } else {
+            println!("{} {}", measurement.record.entry, measurement.record.label);
+            for (name, value) in line.as_object().into_iter().flatten() {
+                println!("  {name:<24} {value}");
+            }
+        }
+    }
+    Ok(())
+}
+
+fn report(kernel: &str, case: &Case, mask: &str, measurement: &Measurement) -> Json {
+    let c = &measurement.record.counters;
+    json!({
+        "kernel": kernel,
+        "entry": measurement.record.entry,
+        "loader": case.kernels.name(),
+        "dtype": case.dtype.name(),
+        "head_dim": case.head_dim,
+        "q_len": case.q_len,
+        "kv_len": case.kv_len,
+        "mask": mask,
+        "threads": measurement.record.threads,
+        "threadgroup_memory": measurement.record.threadgroup_memory,
+        "mma": c.mma,
+        "mma_minimum": measurement.mma_minimum,
+        "device_read_bytes": c.device_read,
+        "device_read_minimum": measurement.device_read_minimum,
+        "device_unique_bytes": c.device_unique,
+        "device_write_bytes": c.device_write,
+        "threadgroup_read_bytes": c.threadgroup_read,
+        "threadgroup_write_bytes": c.threadgroup_write,
+        "barriers": c.barriers,
+        "kv_tiles": measurement.kv_tiles,
+        "shuffles": c.shuffles,
+        "reductions": c.reductions,
+        "transcendentals": c.transcendentals,
+        "fp": c.fp,
+        "conversions": c.conversions,
+        "mask_calls": c.mask_calls,
+        "score_calls": c.score_calls,
+        "model_utilisation": (1e4 * measurement.model_utilisation()).round() / 1e4,
+    })
+}

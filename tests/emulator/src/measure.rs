@@ -1,0 +1,232 @@
+//! What a kernel costs on a problem, counted while it runs and gives the right answer.
+
+use flexattn::expr::{Env, Point, Program};
+use flexattn::kernels::Loader;
+use flexattn::reference::{self, Problem};
+use flexattn::{Attention, AttentionShape, DType, Error, Layout, MaskMod, Result, ScoreMod, Tensor, Tier};
+
+use crate::emulator::{Emulator, Record};
+use crate::launch::{Counters, Options};
+
+/// Which kernels run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kernels {
+    /// The Metal kernels, with this loader.
+    Msl(Loader),
+    /// The WGSL kernels of a lower tier, in naga's MSL.
+    Wgsl(Tier),
+}
+
+impl Kernels {
+    /// `staged`, `direct`, `portable`, `subgroup` or `coop-matrix`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`] for other names.
+    pub fn from_name(name: &str) -> Result<Self> {
+        if let Some(loader) = Loader::ALL.into_iter().find(|loader| loader.name() == name) {
+            return Ok(Self::Msl(loader));
+        }
+        match Tier::from_name(name)? {
+            Tier::Metal => Ok(Self::Msl(Loader::Staged)),
+            tier => Ok(Self::Wgsl(tier)),
+        }
+    }
+
+    /// The name that [`Kernels::from_name`] takes.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Msl(loader) => loader.name(),
+            Self::Wgsl(tier) => tier.name(),
+        }
+    }
+
+    /// An emulated GPU that runs them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`] when there is no clang.
+    pub fn emulator(self) -> Result<Emulator> {
+        match self {
+            Self::Msl(loader) => Emulator::metal(loader),
+            Self::Wgsl(tier) => Emulator::new(tier),
+        }
+    }
+}
+
+/// A forward call to measure: one batch entry, contiguous tensors.
+#[derive(Clone, Debug)]
+pub struct Case {
+    /// Which kernels run.
+    pub kernels: Kernels,
+    /// Element type.
+    pub dtype: DType,
+    /// Query heads.
+    pub q_heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Query rows.
+    pub q_len: usize,
+    /// Keys.
+    pub kv_len: usize,
+    /// Columns of q, k, v and out.
+    pub head_dim: usize,
+    /// What the mods see as the position of row 0.
+    pub q_offset: i32,
+    /// The mask; none keeps all.
+    pub mask: Option<MaskMod>,
+    /// The score mod; none leaves scores.
+    pub score: Option<ScoreMod>,
+}
+
+impl Case {
+    /// One head, as many keys as queries, no mods.
+    pub fn square(kernels: Kernels, dtype: DType, len: usize, head_dim: usize) -> Self {
+        Self {
+            kernels,
+            dtype,
+            q_heads: 1,
+            kv_heads: 1,
+            q_len: len,
+            kv_len: len,
+            head_dim,
+            q_offset: 0,
+            mask: None,
+            score: None,
+        }
+    }
+
+    /// Runs it, checks out against the reference, and gives what each dispatch did.
+    ///
+    /// # Errors
+    ///
+    /// What the emulator or the plan reports; [`Error::Compile`] when out is wrong.
+    pub fn measure(&self) -> Result<Vec<Measurement>> {
+        let emulator = self.kernels.emulator()?;
+        emulator.set_options(Options { count_unique: true, ..Options::default() });
+        let &Self { dtype, q_heads, kv_heads, q_len, kv_len, head_dim, .. } = self;
+        let shapes =
+            [[1, q_heads, q_len, head_dim], [1, kv_heads, kv_len, head_dim], [1, kv_heads, kv_len, head_dim]];
+        let [q, k, v] = [0, 1, 2].map(|i| numbers(shapes[i].iter().product(), i as u64 + 1, dtype));
+        let tensor = |values: &[f32], shape: [usize; 4]| {
+            let tensor = Tensor::zeros(&emulator, dtype, shape)?;
+            tensor.buffer().write(0, &dtype.narrow(values));
+            Ok::<_, Error>(tensor)
+        };
+        let [tq, tk, tv] = [tensor(&q, shapes[0])?, tensor(&k, shapes[1])?, tensor(&v, shapes[2])?];
+        let mut attention = Attention::new().q_offset(self.q_offset);
+        if let Some(mask) = &self.mask {
+            attention = attention.mask_mod(mask.clone());
+        }
+        if let Some(score) = &self.score {
+            attention = attention.score_mod(score.clone());
+        }
+        let output = attention.forward(&emulator, &tq, &tk, &tv)?;
+
+        let shape = AttentionShape::new(
+            &Layout::contiguous(shapes[0])?,
+            &Layout::contiguous(shapes[1])?,
+            &Layout::contiguous(shapes[2])?,
+        )?;
+        let offsets = [self.q_offset];
+        let problem = Problem {
+            mask_mod: self.mask.as_ref(),
+            score_mod: self.score.as_ref(),
+            q_offset: &offsets,
+            ..Problem::new(shape, &q, &k, &v)
+        };
+        let gold = reference::forward(&problem)?.out;
+        let bytes = output.out.buffer().read(0, gold.len() * dtype.size());
+        let error =
+            dtype.widen(&bytes).iter().zip(&gold).map(|(a, b)| (f64::from(*a) - b).abs()).fold(0.0, f64::max);
+        let allowed = match dtype {
+            DType::F32 => 1e-5,
+            DType::F16 => 1e-3,
+            DType::BF16 => 1e-2,
+        };
+        let records = emulator.take_records();
+        if error.is_nan() || error > allowed {
+            let label = records.first().map_or("forward", |record| record.label.as_str());
+            return Err(Error::compile(label, format!("out differs from the reference by {error}")));
+        }
+        let kept = self.kept_pairs()?;
+        Ok(records.into_iter().map(|record| Measurement::new(self, record, kept)).collect())
+    }
+
+    /// Pairs of query and key that the mask keeps, over all heads.
+    fn kept_pairs(&self) -> Result<u64> {
+        let Some(mask) = &self.mask else { return Ok((self.q_heads * self.q_len * self.kv_len) as u64) };
+        let program = Program::new(&[mask.expr().clone()]);
+        let env = Env::new(mask.captures(), mask.scalars(), self.q_len, self.kv_len)?;
+        let mut bound = program.bind::<f64>(&env)?;
+        let mut kept = 0;
+        for (h, q) in (0..self.q_heads as i32).flat_map(|h| (0..self.q_len as i32).map(move |q| (h, q))) {
+            for kv in 0..self.kv_len as i32 {
+                bound.point(&Point { score: 0.0, b: 0, h, q: q + self.q_offset, kv });
+                kept += u64::from(bound.output(0).bools()[0]);
+            }
+        }
+        Ok(kept)
+    }
+}
+
+/// Sums of four uniform numbers: near enough to normal, and the same everywhere.
+fn numbers(count: usize, seed: u64, dtype: DType) -> Vec<f32> {
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+    };
+    let values: Vec<f32> = (0..count).map(|_| 0.8 * (next() + next() + next() + next())).collect();
+    dtype.widen(&dtype.narrow(&values))
+}
+
+/// What one dispatch of a [`Case`] cost.
+#[derive(Clone, Debug)]
+pub struct Measurement {
+    /// The dispatch.
+    pub record: Record,
+    /// Matrix products (8x8x8) that the kept pairs need, both products together.
+    pub mma_minimum: u64,
+    /// Device bytes with q read once, and k and v once per 32 query rows (staged, and the WGSL kernels)
+    /// or once per simdgroup of 8 (direct), in tiles that are not empty.
+    pub device_read_minimum: u64,
+    /// Tiles of 32 rows and 32 keys that were computed.
+    pub kv_tiles: u64,
+}
+
+impl Measurement {
+    fn new(case: &Case, record: Record, kept: u64) -> Self {
+        let kv_tiles = record.counters.score_calls / 1024;
+        let row_bytes = (case.head_dim * case.dtype.size()) as u64;
+        let rows = if case.kernels == Kernels::Msl(Loader::Direct) { 8 } else { 32 };
+        Self {
+            mma_minimum: 4 * kept * case.head_dim as u64 / 1024,
+            device_read_minimum: (case.q_heads * case.q_len) as u64 * row_bytes
+                + kv_tiles * 32 / rows * 32 * 2 * row_bytes,
+            kv_tiles,
+            record,
+        }
+    }
+
+    /// Share of the time in matrix products that are needed, by the cost model below.
+    pub fn model_utilisation(&self) -> f64 {
+        MMA * self.mma_minimum as f64 / cycles(&self.record.counters)
+    }
+}
+
+const MMA: f64 = 18.0;
+
+/// Cycles of one simdgroup, for comparing designs and nothing else: occupancy, registers, caches and
+/// everything that is not counted are left out. A thread's share of a simdgroup operation is 1/32.
+pub fn cycles(c: &Counters) -> f64 {
+    let per_lane = |count: u64| count as f64 / 32.0;
+    let lines = |bytes: u64| bytes as f64 / 128.0;
+    MMA * c.mma as f64
+        + per_lane(c.fp + c.conversions)
+        + 4.0 * per_lane(c.transcendentals)
+        + 2.0 * c.shuffles as f64
+        + 14.5 * c.reductions as f64
+        + 2.0 * lines(c.threadgroup_read + c.threadgroup_write)
+        + 4.0 * lines(c.device_read + c.device_write)
+}
