@@ -11,7 +11,7 @@ use libloading::Library;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::instrument::{Instrumented, instrument};
-use crate::signature::{Entry, count_mods, entries, glue};
+use crate::signature::{Entry, count_mods, entries, fix_constants, glue};
 
 const HEADER: &str = include_str!("../include/metal_stdlib");
 const RUNTIME: &str = include_str!("../runtime.cpp");
@@ -39,14 +39,10 @@ const KERNEL_FLAGS: &[&str] = &[
     "-Xclang",
     "-cl-single-precision-constant",
     "-gline-tables-only",
-    "-Wall",
+    "-Wno-everything",
     "-Werror=return-type",
     "-Werror=uninitialized",
-    "-Wno-unknown-attributes",
-    "-Wno-unused",
-    "-Wno-unknown-pragmas",
-    "-Wno-pass-failed",
-    "-Wno-pragma-once-outside-header",
+    "-Werror=division-by-zero",
 ];
 
 /// What `thread float x = ...` under Metal's default math mode may become: no NaN, no infinity, any order.
@@ -203,7 +199,8 @@ impl Kernel {
             let source = folder.join(format!("{key:032x}-{}.metal", std::process::id()));
             let ir = source.with_extension("ll");
             let code = source.with_extension("o");
-            let marked = format!("#line 1 \"kernel.metal\"\n{}\n{}", count_mods(text), glue(&entries));
+            let marked =
+                format!("#line 1 \"kernel.metal\"\n{}\n{}", count_mods(&fix_constants(text)), glue(&entries));
             write(&marked, &source)?;
             let result = clang_run(&arguments(
                 &[&["-x", "c++"], flags, &["-S", "-emit-llvm", "-I"]],

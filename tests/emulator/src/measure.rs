@@ -209,6 +209,11 @@ impl Measurement {
         }
     }
 
+    /// Device bytes read, block lists apart: they are the same for all threads (and `constant` in MSL).
+    pub fn device_read(&self) -> u64 {
+        self.record.counters.device_read - self.record.counters.read_of[TABLES]
+    }
+
     /// Share of the time in matrix products that are needed, by the cost model below.
     pub fn model_utilisation(&self) -> f64 {
         MMA * self.mma_minimum as f64 / cycles(&self.record.counters)
@@ -216,6 +221,8 @@ impl Measurement {
 }
 
 const MMA: f64 = 18.0;
+/// The buffer index of the block lists.
+const TABLES: usize = 5;
 
 /// Cycles of one simdgroup, for comparing designs and nothing else: occupancy, registers, caches and
 /// everything that is not counted are left out. A thread's share of a simdgroup operation is 1/32.

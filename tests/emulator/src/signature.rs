@@ -183,6 +183,14 @@ pub(crate) fn glue(entries: &[Entry]) -> String {
     out
 }
 
+/// Makes constants of the variables that Metal declares `constant` outside of functions.
+pub(crate) fn fix_constants(text: &str) -> String {
+    let declares = |line: &str| line.starts_with("constant ") && line.contains(" = ");
+    let lines =
+        text.lines().map(|line| if declares(line) { format!("const {line}\n") } else { format!("{line}\n") });
+    lines.collect()
+}
+
 /// Lets the mods count their calls: an increment at the start of each one's body.
 pub(crate) fn count_mods(text: &str) -> String {
     let mut text = text.to_owned();

@@ -51,6 +51,13 @@ pub(crate) fn translate(wgsl: &str, entry: &str) -> Result<Translated> {
     };
     let (text, names) =
         msl::write_string(&module, &info, &options, &pipeline).map_err(|error| refused(error.to_string()))?;
+    // A cast between clang's vectors keeps bits, or is refused; Metal's converts.
+    let text = ["float", "half", "int", "uint", "bool"].iter().fold(text, |text, element| {
+        (2..=4).fold(text, |text, n| {
+            let ty = format!("metal::{element}{n}");
+            text.replace(&format!("static_cast<{ty}>("), &format!("metal::make<{ty}>("))
+        })
+    });
     let name = names.entry_point_names.into_iter().next();
     let name = name.ok_or_else(|| refused("naga wrote no entry point".into()))?;
     Ok(Translated { text, entry: name.map_err(|error| refused(error.to_string()))?, sized })

@@ -102,7 +102,7 @@ fn report(kernel: &str, case: &Case, mask: &str, measurement: &Measurement) -> J
         "threadgroup_memory": measurement.record.threadgroup_memory,
         "mma": c.mma,
         "mma_minimum": measurement.mma_minimum,
-        "device_read_bytes": c.device_read,
+        "device_read_bytes": measurement.device_read(),
         "device_read_minimum": measurement.device_read_minimum,
         "device_unique_bytes": c.device_unique,
         "device_write_bytes": c.device_write,
