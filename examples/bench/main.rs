@@ -1,0 +1,195 @@
+//! How long attention takes here, beside an unfused baseline that is measured in the same run.
+//!
+//! ```text
+//! cargo run --release --example bench -- --suite dense|sparse|mods|blockmask \
+//!     [--tier TIER] [--rounds N] [--json] [--plot out.svg]
+//! ```
+//!
+//! Each time is the median over rounds in which all cases of a group take turns, so that a machine that
+//! slows down slows all of them; the first run of each case is not counted, since it compiles. `ms` is
+//! from submit to the end of the work, as the program sees it. `baseline_ms` is attention in three
+//! kernels with the score matrix in memory, in f32, without mods; only causal rows have a baseline that
+//! skips what it may. `density` is kept pairs / (L * S), `gflops` counts the kept pairs only, `bytes` are
+//! those of q, k, v and out (of the lists in the suite blockmask).
+
+mod baseline;
+mod measure;
+mod plot;
+mod suites;
+
+use flexattn::{Gpu, Tier};
+use lexopt::prelude::*;
+use serde::Serialize;
+use std::path::PathBuf;
+
+type Failure = Box<dyn std::error::Error>;
+
+/// One line of the output.
+#[derive(Clone, Debug, Default, Serialize)]
+struct Row {
+    suite: &'static str,
+    case: String,
+    tier: String,
+    adapter: String,
+    dtype: &'static str,
+    batch: usize,
+    q_heads: usize,
+    kv_heads: usize,
+    q_len: usize,
+    kv_len: usize,
+    head_dim: usize,
+    density: f64,
+    ms: f64,
+    baseline_ms: Option<f64>,
+    ratio: Option<f64>,
+    gflops: Option<f64>,
+    bytes: u64,
+}
+
+/// A figure that must not be exceeded, or not be missed.
+#[derive(Debug)]
+struct Check {
+    what: String,
+    value: f64,
+    bound: Bound,
+}
+
+#[derive(Debug)]
+enum Bound {
+    AtMost(f64),
+    AtLeast(f64),
+}
+
+/// What a suite found on one tier.
+#[derive(Debug, Default)]
+struct Found {
+    rows: Vec<Row>,
+    checks: Vec<Check>,
+}
+
+/// What the command line asks for.
+#[derive(Debug, Default)]
+struct Wanted {
+    suite: Option<String>,
+    tier: Option<Tier>,
+    rounds: Option<usize>,
+    json: bool,
+    plot: Option<PathBuf>,
+}
+
+const USAGE: &str = "usage: bench --suite NAME [--tier TIER] [--rounds N] [--json] [--plot FILE.svg]";
+
+fn main() -> Result<(), Failure> {
+    let wanted = arguments()?;
+    let name = wanted.suite.as_deref().ok_or_else(|| format!("{USAGE}\nsuites: {}", suites::names()))?;
+    let suite = suites::find(name)
+        .ok_or_else(|| format!("there is no suite {name}; there are {}", suites::names()))?;
+    let mut all = Found::default();
+    if !wanted.json {
+        println!(
+            "{:<12} {:<30} {:>5} {:>6} {:>6} {:>7} {:>9} {:>9} {:>6} {:>8} {:>11}",
+            "tier",
+            "case",
+            "dtype",
+            "q_len",
+            "kv_len",
+            "density",
+            "ms",
+            "baseline",
+            "ratio",
+            "gflop/s",
+            "bytes"
+        );
+    }
+    for gpu in machines(&wanted, suite)? {
+        let found = (suite.run)(gpu.as_ref(), wanted.rounds)?;
+        for row in &found.rows {
+            if wanted.json {
+                println!("{}", serde_json::to_string(row)?);
+            } else {
+                print(row);
+            }
+        }
+        all.rows.extend(found.rows);
+        all.checks.extend(found.checks);
+    }
+    for check in &all.checks {
+        // With --json, standard output holds rows and nothing else.
+        if wanted.json {
+            eprintln!("{}", verdict(check));
+        } else {
+            println!("{}", verdict(check));
+        }
+    }
+    if let Some(file) = &wanted.plot {
+        plot::draw(&all.rows, file)?;
+        eprintln!("drew {}", file.display());
+    }
+    Ok(())
+}
+
+fn arguments() -> Result<Wanted, Failure> {
+    let mut wanted = Wanted::default();
+    let mut arguments = lexopt::Parser::from_env();
+    while let Some(argument) = arguments.next()? {
+        match argument {
+            Long("suite") => wanted.suite = Some(arguments.value()?.string()?),
+            Long("tier") => wanted.tier = Some(Tier::from_name(&arguments.value()?.string()?)?),
+            Long("rounds") => wanted.rounds = Some(arguments.value()?.parse()?),
+            Long("json") => wanted.json = true,
+            Long("plot") => wanted.plot = Some(arguments.value()?.into()),
+            Long("help") | Short('h') => {
+                println!("{USAGE}\nsuites: {}", suites::names());
+                std::process::exit(0);
+            }
+            other => return Err(other.unexpected().into()),
+        }
+    }
+    Ok(wanted)
+}
+
+/// The tier asked for, else every tier of the best adapter here; the Cpu tier only if asked for or alone.
+fn machines(wanted: &Wanted, suite: &suites::Suite) -> Result<Vec<Option<Gpu>>, Failure> {
+    if !suite.needs_gpu {
+        return Ok(vec![None]);
+    }
+    if let Some(tier) = wanted.tier {
+        return Ok(vec![Some(Gpu::builder().tier(tier).build()?)]);
+    }
+    let best = Gpu::new()?;
+    let others = best.report().rungs.iter().filter(|rung| rung.usable && rung.tier != Tier::Cpu);
+    let tiers: Vec<Tier> = others.map(|rung| rung.tier).filter(|tier| *tier != best.tier()).collect();
+    let mut machines = vec![Some(best)];
+    for tier in tiers {
+        machines.push(Some(Gpu::builder().tier(tier).build()?));
+    }
+    Ok(machines)
+}
+
+fn print(row: &Row) {
+    let figure =
+        |value: Option<f64>, digits: usize| value.map_or("-".to_owned(), |value| format!("{value:.digits$}"));
+    println!(
+        "{:<12} {:<30} {:>5} {:>6} {:>6} {:>6.2}% {:>9.3} {:>9} {:>6} {:>8} {:>11}",
+        row.tier,
+        row.case,
+        row.dtype,
+        row.q_len,
+        row.kv_len,
+        row.density * 100.0,
+        row.ms,
+        figure(row.baseline_ms, 3),
+        figure(row.ratio, 2),
+        figure(row.gflops, 2),
+        row.bytes
+    );
+}
+
+fn verdict(check: &Check) -> String {
+    let Check { what, value, bound } = check;
+    let (good, words, limit) = match bound {
+        Bound::AtMost(limit) => (value <= limit, "at most", limit),
+        Bound::AtLeast(limit) => (value >= limit, "at least", limit),
+    };
+    format!("{} {what}: {value:.3}, {words} {limit:.3}", if good { "pass" } else { "MISS" })
+}
