@@ -30,10 +30,12 @@ use crate::error::{Error, Result};
 use crate::expr::MaskMod;
 use crate::shape::BLOCK;
 use quad_tree::Grid;
+use std::ops::Range;
 
 pub use build::Compiled as CompiledMask;
 pub use import::KvBlocks;
 pub use lists::Lists;
+pub use picture::Picture;
 pub use tile_map::{Class, TileMap};
 
 /// The largest side of a block.
@@ -375,6 +377,58 @@ impl BlockMask {
                     }
                 });
             }
+        }
+        Ok(out)
+    }
+
+    /// [`BlockMask::to_mask`] of a part of one matrix: rows `q` and columns `kv` of batch entry and query head
+    /// `[b, h]`, for looking at.
+    ///
+    /// # Errors
+    ///
+    /// As [`BlockMask::to_mask`], and [`Error::Shape`] for a window that reaches past the lengths.
+    ///
+    /// ```
+    /// use flexattn::{BlockMask, BlockShape, masks};
+    ///
+    /// let mask = BlockMask::build(&masks::causal(), BlockShape::new(1, 1, 1000, 1000))?;
+    /// assert_eq!(mask.window([0, 0], 500..502, 500..502)?, [true, false, true, true]);
+    /// # Ok::<(), flexattn::Error>(())
+    /// ```
+    pub fn window(&self, [b, h]: [usize; 2], q: Range<usize>, kv: Range<usize>) -> Result<Vec<bool>> {
+        if q.end > self.q_len() || kv.end > self.kv_len() || q.start > q.end || kv.start > kv.end {
+            return Err(Error::shape(format!(
+                "rows {q:?} and columns {kv:?} were asked for but the mask has {} and {}",
+                self.q_len, self.kv_len
+            )));
+        }
+        let matrix = b % self.mask_batch() * self.mask_heads() + h % self.mask_heads();
+        let mut out = vec![false; q.len() * kv.len()];
+        // What a box of pairs and the window share.
+        let shared = |pairs: &quad_tree::Pairs| {
+            let rows = q.start.max(pairs.q[0] as usize)..q.end.min(pairs.q[1] as usize);
+            let columns = kv.start.max(pairs.kv[0] as usize)..kv.end.min(pairs.kv[1] as usize);
+            (rows, columns)
+        };
+        let at = |row: usize, column: usize| (row - q.start) * kv.len() + column - kv.start;
+        self.full_boxes(matrix, |pairs| {
+            let (rows, columns) = shared(pairs);
+            if !columns.is_empty() {
+                rows.for_each(|row| out[at(row, columns.start)..][..columns.len()].fill(true));
+            }
+        });
+        if let Some(compiled) = &self.compiled()? {
+            let mut elements = self.elements(compiled, matrix)?;
+            self.partial_tiles(matrix, |pairs| {
+                let (rows, columns) = shared(pairs);
+                if !columns.is_empty() {
+                    let part = [columns.start as u32, columns.end as u32];
+                    for row in rows {
+                        let keep = elements.mask_row(row as u32, part);
+                        out[at(row, columns.start)..][..keep.len()].copy_from_slice(keep);
+                    }
+                }
+            });
         }
         Ok(out)
     }

@@ -30,21 +30,7 @@ use self::view::View;
 use crate::error::{Error, Result};
 use crate::kernels::{Kernel, NONE};
 use crate::runtime::{Binding, Dispatch, Limits, Profile, Runtime, Tier, Usage};
-
-/// `Send` and `Sync` where workers are threads. In a page there is one worker, and what it captures is bound to it.
-#[cfg(not(target_arch = "wasm32"))]
-mod workers {
-    pub(super) use std::marker::{Send as Sent, Sync as Shared};
-}
-#[cfg(target_arch = "wasm32")]
-mod workers {
-    pub(super) trait Sent {}
-    impl<T> Sent for T {}
-    pub(super) trait Shared {}
-    impl<T> Shared for T {}
-}
-
-use workers::{Sent, Shared};
+use crate::threads::{Sent, Shared};
 
 /// All cores of this machine as a runtime. Cloning gives another handle.
 #[derive(Clone, Debug)]

@@ -31,11 +31,12 @@ mod runtime;
 pub mod scores;
 mod shape;
 mod tensor;
+mod threads;
 
 #[cfg(feature = "wgpu")]
 pub use attention::Recorded;
 pub use attention::{Attention, Output, PerBatch, sdpa};
-pub use block_mask::{BlockMask, BlockShape, Class, CompiledMask, KvBlocks, Lists, Tables, TileMap};
+pub use block_mask::{BlockMask, BlockShape, Class, CompiledMask, KvBlocks, Lists, Picture, Tables, TileMap};
 pub use cpu::Cpu;
 pub use error::{Error, ParseError, Result};
 pub use expr::{Capture, MaskMod, Scalar, ScoreMod};

@@ -91,6 +91,55 @@ export interface Values {
   readonly scalars?: Readonly<Record<string, Scalar>> | undefined;
 }
 
+/** One number for each of something, in the order that the parameter's description says. */
+export type Numbers = readonly number[] | Float32Array | Int32Array | Uint32Array;
+
+/** The library's masks and their parameters. Each parameter has a default that suits the sizes of the call. */
+export interface MaskParameters {
+  noop: {};
+  causal: {};
+  bottom_right_causal: {};
+  /** The query itself counts: `window: 1` is the diagonal. */
+  sliding_window: { window?: number };
+  local_window: { before?: number; after?: number };
+  dilated_window: { window?: number; dilation?: number };
+  prefix_lm: { prefix?: number };
+  prefix_lm_per_batch: { prefix?: Numbers };
+  padding: { lengths?: Numbers };
+  document: { ids?: Numbers };
+  document_per_batch: { ids?: Numbers };
+  document_from_offsets: { offsets?: Numbers };
+  packed_causal_document: { offsets?: Numbers };
+  row_interval: { first?: Numbers; end?: Numbers };
+  longformer: { window?: number; is_global?: Numbers };
+  strided: { window?: number; stride?: number };
+  block_diagonal: { size?: number };
+  natten_2d: { height?: number; width?: number; kernel?: number };
+  sliding_tile_2d: { canvas?: Numbers; tile?: Numbers; window?: Numbers; text?: number };
+  sliding_tile_3d: { canvas?: Numbers; tile?: Numbers; window?: Numbers; text?: number };
+  shared_prefix: { ids?: Numbers; prefix_of?: Numbers };
+  block_diffusion: { len?: number; block?: number };
+  tree: { prefix?: number; parents?: Numbers };
+  interval: { group?: Numbers; intervals?: Numbers };
+  dense: { keep?: Numbers; shape?: Numbers };
+}
+
+/** The library's score modifications and their parameters. */
+export interface ScoreParameters {
+  identity: {};
+  alibi: { slopes?: Numbers };
+  softcap: { cap?: number };
+  relative_bias: { table?: Numbers; reach?: number };
+  t5_bucket_bias: { table?: Numbers; max_distance?: number; bidirectional?: number };
+  head_bias: { bias?: Numbers };
+  dense_bias: { bias?: Numbers; shape?: Numbers };
+  distance_penalty: { rate?: number };
+  temperature: { temperature?: number };
+  log_n: { train_len?: number };
+  sandwich: { dim?: number; reach?: number };
+  head_gate: { gate?: Numbers };
+}
+
 /** A mask from the library, by name, with its parameters. `prebuilt()` lists them. */
 export type PrebuiltMask = { readonly [N in keyof MaskParameters]: { readonly name: N } & MaskParameters[N] }[keyof MaskParameters];
 
@@ -405,8 +454,8 @@ export class BlockMask {
     return new BlockMask(this.raw.not());
   }
 
-  /** The blocks as a PNG, a few pixels per block. */
-  picture(): Uint8Array {
+  /** The blocks as pixels, one per 32 by 32 tile where that fits 1024: `new ImageData(data, width, height)` puts them on a canvas. */
+  picture(): { readonly width: number; readonly height: number; readonly data: Uint8ClampedArray<ArrayBuffer> } {
     return this.raw.picture();
   }
 
@@ -474,25 +523,6 @@ export interface Output<R extends Residence, D extends HostData | GPUBuffer = Ho
   readonly max: FloatsIn<R> | null;
 }
 
-/** What {@link Attention.backward} is given and asked for. */
-export interface BackwardOptions<R extends Residence = Residence> extends CallOptions<R> {
-  /** Gradient of `lse`, `[batch, heads, qLen]`; 0 unless given. */
-  readonly dlse?: Float32Array | GPUBuffer | undefined;
-  /** Which gradients: all of q, k and v unless given. Only these are computed. */
-  readonly wants?: readonly ("q" | "k" | "v")[] | undefined;
-  /** Names of captured float tensors that the score mod reads and whose gradients are wanted. */
-  readonly wantsCaptures?: readonly string[] | undefined;
-}
-
-/** Gradients. What was not asked for is `null`. */
-export interface Gradients<R extends Residence, D extends HostData | GPUBuffer = HostData | GPUBuffer> {
-  readonly dq: OutputTensor<DataIn<R, D>> | null;
-  readonly dk: OutputTensor<DataIn<R, D>> | null;
-  readonly dv: OutputTensor<DataIn<R, D>> | null;
-  /** By name, in the capture's shape, f32. */
-  readonly captures: Readonly<Record<string, FloatsIn<R>>>;
-}
-
 /**
  * An attention operation: a mask, a score modification, and the kernel that they became.
  *
@@ -506,8 +536,8 @@ export class Attention {
 
   /** @throws {FlexattnError} for a mod that does not hold up, with the position in its text. */
   constructor(gpu: Gpu, options: AttentionOptions = {}) {
-    const { blockMask, ...rest } = options;
-    this.raw = new wasm.Attention(gpu.raw, rest, blockMask?.raw);
+    this.raw = new wasm.Attention(gpu.raw, options);
+    if (options.blockMask) this.raw.useBlockMask(options.blockMask.raw);
   }
 
   /** softmax(scoreMod(q kᵀ scale)) v over the kept pairs. */
@@ -518,18 +548,6 @@ export class Attention {
     options: ForwardOptions<R> = {},
   ): Promise<Output<R, D>> {
     return this.raw.forward(q, k, v, options) as Promise<Output<R, D>>;
-  }
-
-  /** Gradients of a loss, given those of `out` and, if it depends on it, of `lse`. `output` is what {@link forward} returned for the same q, k and v. */
-  backward<D extends HostData | GPUBuffer, R extends Residence = HomeOf<D>>(
-    q: Tensor<D>,
-    k: Tensor,
-    v: Tensor,
-    output: Output<Residence>,
-    dout: Tensor,
-    options: BackwardOptions<R> = {},
-  ): Promise<Gradients<R, D>> {
-    return this.raw.backward(q, k, v, output, dout, options) as Promise<Gradients<R, D>>;
   }
 
   /** The attention weights of some query rows, `[batch, heads, rows.length, kvLen]`: for looking at, not for speed. */
@@ -566,7 +584,13 @@ export async function sdpa<D extends HostData | GPUBuffer>(
   v: Tensor,
   options: { readonly causal?: boolean; readonly bias?: Capture; readonly scale?: number } = {},
 ): Promise<OutputTensor<DataIn<HomeOf<D>, D>>> {
-  const attention = new Attention(gpu, wasm.sdpaOptions(options) as AttentionOptions);
+  const { causal = false, bias, scale } = options;
+  const attention = new Attention(gpu, {
+    scale,
+    ...(causal ? { maskMod: { name: "causal" } } : {}),
+    // An index past a dimension of 1 is clamped to it, which is what broadcasting means.
+    ...(bias === undefined ? {} : { scoreMod: "score + bias(b, h, q, kv)", captures: { bias } }),
+  });
   try {
     const { out } = await attention.forward(q, k, v);
     return out;

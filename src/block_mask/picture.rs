@@ -19,6 +19,17 @@ struct Shade {
     partial: f32,
 }
 
+/// What [`BlockMask::to_picture`] draws.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Picture {
+    /// Pixels of a row.
+    pub width: usize,
+    /// Rows of pixels.
+    pub height: usize,
+    /// Red, green and blue of each pixel, row by row.
+    pub rgb: Vec<u8>,
+}
+
 impl BlockMask {
     /// A picture of one (b, h) in `rows` x `columns` cells. `unit` is 1 to count whole blocks and 4 to
     /// look into tiles: how many steps a block has each way.
@@ -51,9 +62,9 @@ impl BlockMask {
         cells
     }
 
-    /// A picture as PNG: one pixel per tile where that fits in 1024 pixels, dark where all pairs are
-    /// kept, light where some are, white where none is. The pictures of all (b, h) stand in a column
-    /// per head and a row per batch entry, up to 16 each.
+    /// A picture: one pixel per tile where that fits in 1024 pixels, dark where all pairs are kept, light
+    /// where some are, white where none is. The pictures of all (b, h) stand in a column per head and a
+    /// row per batch entry, up to 16 each.
     ///
     /// # Errors
     ///
@@ -63,10 +74,12 @@ impl BlockMask {
     /// use flexattn::{BlockMask, BlockShape, masks};
     ///
     /// let mask = BlockMask::build(&masks::causal(), BlockShape::new(1, 1, 1024, 1024))?;
-    /// assert_eq!(&mask.to_png()?[1..4], b"PNG");
+    /// let picture = mask.to_picture()?;
+    /// assert_eq!((picture.width, picture.height), (32, 32));
+    /// assert_eq!(picture.rgb[3 * 31..][..3], [255; 3]);
     /// # Ok::<(), flexattn::Error>(())
     /// ```
-    pub fn to_png(&self) -> Result<Vec<u8>> {
+    pub fn to_picture(&self) -> Result<Picture> {
         let [high, wide] = [self.block_rows(), self.block_columns()].map(|n| (4 * n as usize).min(PIXELS));
         if high == 0 || wide == 0 {
             return Err(Error::shape(format!(
@@ -92,6 +105,25 @@ impl BlockMask {
                 }
             }
         }
+        Ok(Picture { width, height, rgb: pixels })
+    }
+
+    /// [`BlockMask::to_picture`] as PNG.
+    ///
+    /// # Errors
+    ///
+    /// As [`BlockMask::to_picture`].
+    ///
+    /// ```
+    /// use flexattn::{BlockMask, BlockShape, masks};
+    ///
+    /// let mask = BlockMask::build(&masks::causal(), BlockShape::new(1, 1, 1024, 1024))?;
+    /// assert_eq!(&mask.to_png()?[1..4], b"PNG");
+    /// # Ok::<(), flexattn::Error>(())
+    /// ```
+    #[cfg(feature = "png")]
+    pub fn to_png(&self) -> Result<Vec<u8>> {
+        let Picture { width, height, rgb } = self.to_picture()?;
         let mut out = Vec::new();
         let mut encoder = png::Encoder::new(&mut out, width as u32, height as u32);
         encoder.set_color(png::ColorType::Rgb);
@@ -99,7 +131,7 @@ impl BlockMask {
         let failed =
             |error: png::EncodingError| Error::format(format!("the picture could not be encoded: {error}"));
         let mut writer = encoder.write_header().map_err(failed)?;
-        writer.write_image_data(&pixels).map_err(failed)?;
+        writer.write_image_data(&rgb).map_err(failed)?;
         writer.finish().map_err(failed)?;
         Ok(out)
     }

@@ -9,9 +9,10 @@ use super::range::{self, Range, RangeFn};
 use super::value::{Column, Element, Float, Lane, Type, Value};
 use super::{Expr, Input, Inputs, Op, visit};
 use crate::error::{Error, Result};
+use crate::threads::Shared;
 
 /// Says what a captured tensor may hold in a box of indices. `block_mask` keeps such summaries.
-pub trait CaptureRanges: Sync {
+pub trait CaptureRanges: Shared {
     /// The range of the elements whose index along each dimension lies in `index` (both ends included, already
     /// clamped to the shape).
     fn range(&self, index: &[(i64, i64)]) -> Range;

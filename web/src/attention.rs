@@ -5,15 +5,13 @@ use std::future::Future;
 use std::ops::Range;
 use std::sync::Arc;
 
-use flexattn::expr::{Capture, CaptureData, MaskMod, ScoreMod};
+use flexattn::expr::{MaskMod, ScoreMod};
 use flexattn::reference::{self, Problem};
-use flexattn::{
-    AttentionShape, BlockMask, Error, Output, Params, PerBatch, Result, Runtime, Tensor, Usage,
-};
+use flexattn::{AttentionShape, BlockMask, Error, Output, Params, PerBatch, Result, Runtime, Tensor, Usage};
 use js_sys::futures::future_to_promise;
 use js_sys::{ArrayBuffer, Float32Array, Float64Array, Object, Promise};
-use wasm_bindgen::prelude::wasm_bindgen;
 use wasm_bindgen::JsValue;
+use wasm_bindgen::prelude::wasm_bindgen;
 
 use crate::error::{Failure, Which};
 use crate::gpu::Gpu;
@@ -64,7 +62,9 @@ impl Settings {
                 None => numbers(&value, name)?,
             };
             match values.iter().find(|value| value.fract() != 0.0 || value.abs() > f64::from(i32::MAX)) {
-                Some(value) => Err(Error::shape(format!("{name} is {value} but must be a whole number of 32 bits"))),
+                Some(value) => {
+                    Err(Error::shape(format!("{name} is {value} but must be a whole number of 32 bits")))
+                }
                 None => Ok(Some(values)),
             }
         };
@@ -119,8 +119,15 @@ impl std::fmt::Debug for Attention {
 impl Attention {
     /// Reads the mods. Those that follow sizes are tried with some.
     #[wasm_bindgen(constructor)]
-    pub fn new(gpu: &Gpu, options: &JsValue, block_mask: Option<crate::block_mask::BlockMask>) -> std::result::Result<Attention, JsValue> {
-        Ok(Self::build(gpu, options, block_mask.as_ref())?)
+    pub fn new(gpu: &Gpu, options: &JsValue) -> std::result::Result<Attention, JsValue> {
+        Ok(Self::build(gpu, options)?)
+    }
+
+    /// Uses these blocks instead of finding them.
+    #[wasm_bindgen(js_name = useBlockMask)]
+    pub fn use_block_mask(&mut self, block_mask: &crate::block_mask::BlockMask) {
+        self.block_mask = Some(block_mask.shared());
+        self.made = RefCell::default();
     }
 
     /// `{ out, lse, max }`
@@ -136,7 +143,13 @@ impl Attention {
 
     /// `{ out, lse, max }` in f64.
     #[wasm_bindgen(unchecked_return_type = "any")]
-    pub fn reference(&self, q: &JsValue, k: &JsValue, v: &JsValue, options: &JsValue) -> std::result::Result<Object, JsValue> {
+    pub fn reference(
+        &self,
+        q: &JsValue,
+        k: &JsValue,
+        v: &JsValue,
+        options: &JsValue,
+    ) -> std::result::Result<Object, JsValue> {
         Ok(self.try_reference([q, k, v], options)?)
     }
 }
@@ -147,15 +160,16 @@ fn promise(given: Outcome<impl Future<Output = Result<JsValue>> + 'static>) -> P
 }
 
 impl Attention {
-    fn build(gpu: &Gpu, options: &JsValue, block_mask: Option<&crate::block_mask::BlockMask>) -> Outcome<Self> {
+    fn build(gpu: &Gpu, options: &JsValue) -> Outcome<Self> {
         let (mask, score) = (js::field(options, "maskMod"), js::field(options, "scoreMod"));
+        let sized = mask.iter().chain(&score).any(mods::depends_on_sizes);
         let attention = Self {
             page: gpu.page().clone(),
-            sized: [&mask, &score].into_iter().flatten().any(mods::depends_on_sizes),
+            sized,
             mask,
             score,
             values: Values::read(options)?,
-            block_mask: block_mask.map(|block_mask| block_mask.shared()),
+            block_mask: None,
             fixed: Settings::read(options)?,
             made: RefCell::default(),
         };
@@ -185,7 +199,8 @@ impl Attention {
                 if made.mask.as_ref().map(MaskMod::expr) == mask.as_ref().map(MaskMod::expr)
                     && made.score.as_ref().map(ScoreMod::expr) == score.as_ref().map(ScoreMod::expr) =>
             {
-                let captures = mask.iter().flat_map(MaskMod::captures).chain(score.iter().flat_map(ScoreMod::captures));
+                let captures =
+                    mask.iter().flat_map(MaskMod::captures).chain(score.iter().flat_map(ScoreMod::captures));
                 captures.cloned().try_fold(made.attention.clone(), flexattn::Attention::with_capture)?
             }
             _ => {
@@ -234,13 +249,18 @@ impl Attention {
         let target = js::field(options, "out").map(|out| Given::read(&out, "out")).transpose()?;
         let page = self.page.clone();
         let (work, call) = page.call(|| {
-            let (q_tensor, k, v) = (tensor(&page, &q, "q")?, tensor(&page, &k, "k")?, tensor(&page, &v, "v")?);
+            let (q_tensor, k, v) =
+                (tensor(&page, &q, "q")?, tensor(&page, &k, "k")?, tensor(&page, &v, "v")?);
             let output = match &target {
                 None => attention.forward(&page, &q_tensor, &k, &v)?,
                 Some(target) if !target.on_gpu => {
-                    return Err(Error::buffer("out must be a GPUBuffer; results in host memory are always new arrays"));
+                    return Err(Error::buffer(
+                        "out must be a GPUBuffer; results in host memory are always new arrays",
+                    ));
                 }
-                Some(target) => attention.forward_into(&page, &q_tensor, &k, &v, &tensor(&page, target, "out")?)?,
+                Some(target) => {
+                    attention.forward_into(&page, &q_tensor, &k, &v, &tensor(&page, target, "out")?)?
+                }
             };
             match home {
                 Home::Host => Ok(Work::Fetch(fetch(&page, &output)?)),
@@ -265,9 +285,11 @@ impl Attention {
                     call.submitted().await?;
                     match target {
                         Some(target) => js::set(&object, "out", &target),
-                        None => js::set(&object, "out", &self::object(&out.release()?, out_shape, dtype)),
+                        None => {
+                            js::set(&object, "out", &self::object(&out.release()?.into(), out_shape, dtype))
+                        }
                     }
-                    js::set(&object, "lse", &lse.release()?);
+                    js::set(&object, "lse", &lse.release()?.into());
                     let max = max.map(|max| max.release()).transpose()?;
                     js::set(&object, "max", &max.map_or(JsValue::NULL, JsValue::from));
                 }
@@ -284,7 +306,8 @@ impl Attention {
         options: &JsValue,
     ) -> Outcome<impl Future<Output = Result<JsValue>> + use<>> {
         let [q, k] = [Given::read(q, "q")?, Given::read(k, "k")?];
-        let rows: Vec<usize> = js::list(rows, "rows")?.iter().map(|row| js::whole(row, "rows")).collect::<Result<_>>()?;
+        let rows: Vec<usize> =
+            js::list(rows, "rows")?.iter().map(|row| js::whole(row, "rows")).collect::<Result<_>>()?;
         // The values do not matter for weights, and the keys have their length and heads.
         let shape = AttentionShape::new(&q.layout, &k.layout, &k.layout)?;
         let attention = self.for_call(&shape, options)?;
@@ -296,7 +319,7 @@ impl Attention {
         })?;
         Ok(async move {
             call.submitted().await?;
-            let weights = attention.weights_async(&page, &q, &k, &output, &rows).await?;
+            let weights = attention.weights_async(&q, &k, &output, &rows).await?;
             Ok(Float32Array::from(weights.as_slice()).into())
         })
     }
@@ -311,12 +334,44 @@ impl Attention {
         let made = slot.as_ref();
         let (mut mask, mut score) = made.map_or((None, None), |made| (made.mask.clone(), made.score.clone()));
         for scalar in &values.scalars {
-            mask = mask.map(|mask| if reads(mask.scalars().iter().map(|s| s.name()), scalar.name()) { mask.with_scalar(scalar.clone()) } else { Ok(mask) }).transpose()?;
-            score = score.map(|score| if reads(score.scalars().iter().map(|s| s.name()), scalar.name()) { score.with_scalar(scalar.clone()) } else { Ok(score) }).transpose()?;
+            mask = mask
+                .map(|mask| {
+                    if reads(mask.scalars().iter().map(|s| s.name()), scalar.name()) {
+                        mask.with_scalar(scalar.clone())
+                    } else {
+                        Ok(mask)
+                    }
+                })
+                .transpose()?;
+            score = score
+                .map(|score| {
+                    if reads(score.scalars().iter().map(|s| s.name()), scalar.name()) {
+                        score.with_scalar(scalar.clone())
+                    } else {
+                        Ok(score)
+                    }
+                })
+                .transpose()?;
         }
         for capture in &values.captures {
-            mask = mask.map(|mask| if reads(mask.captures().iter().map(|c| c.name()), capture.name()) { mask.with_capture(capture.clone()) } else { Ok(mask) }).transpose()?;
-            score = score.map(|score| if reads(score.captures().iter().map(|c| c.name()), capture.name()) { score.with_capture(capture.clone()) } else { Ok(score) }).transpose()?;
+            mask = mask
+                .map(|mask| {
+                    if reads(mask.captures().iter().map(|c| c.name()), capture.name()) {
+                        mask.with_capture(capture.clone())
+                    } else {
+                        Ok(mask)
+                    }
+                })
+                .transpose()?;
+            score = score
+                .map(|score| {
+                    if reads(score.captures().iter().map(|c| c.name()), capture.name()) {
+                        score.with_capture(capture.clone())
+                    } else {
+                        Ok(score)
+                    }
+                })
+                .transpose()?;
         }
         let own = Settings::read(options)?;
         let each = |all: Option<&PerBatch<i32>>| match all {
@@ -399,7 +454,10 @@ fn lse(output: &Output<Page>) -> Result<&Tensor<Page>> {
     output.lse.as_ref().ok_or_else(|| Error::unsupported("the call returned no lse"))
 }
 
-fn fetch(page: &Page, output: &Output<Page>) -> Result<impl Future<Output = Result<Vec<ArrayBuffer>>> + use<>> {
+fn fetch(
+    page: &Page,
+    output: &Output<Page>,
+) -> Result<impl Future<Output = Result<Vec<ArrayBuffer>>> + use<>> {
     let mut parts = vec![part(&output.out), part(lse(output)?)];
     parts.extend(output.max.as_ref().map(part));
     Ok(page.fetch(parts))

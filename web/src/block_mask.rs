@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use flexattn::block_mask::{Class, TileMap};
-use flexattn::{BlockShape, Error, Params, Result};
-use js_sys::{Object, Uint8Array, Uint32Array};
+use flexattn::{BlockShape, Class, Error, Params, Result, TileMap};
+use js_sys::{Object, Uint8Array, Uint8ClampedArray, Uint32Array};
 use wasm_bindgen::JsValue;
 use wasm_bindgen::prelude::wasm_bindgen;
 
@@ -30,7 +29,9 @@ pub(crate) struct Shape {
 
 impl Shape {
     pub(crate) fn read(value: &JsValue) -> Result<Self> {
-        let length = |name: &str| js::count(value, name)?.ok_or_else(|| js::wrong(&format!("shape.{name}"), "a number"));
+        let length = |name: &str| {
+            js::count(value, name)?.ok_or_else(|| js::wrong(&format!("shape.{name}"), "a number"))
+        };
         let list = |name: &str| -> Result<Vec<f64>> {
             match js::field(value, name) {
                 None => Ok(Vec::new()),
@@ -107,7 +108,8 @@ impl BlockMask {
     /// From packed sequences.
     #[wasm_bindgen(js_name = fromOffsets)]
     pub fn from_offsets(offsets: &JsValue, causal: bool) -> Thrown<BlockMask> {
-        let offsets: Vec<u32> = thrown(numbers(offsets, "offsets"))?.into_iter().map(|offset| offset as u32).collect();
+        let offsets: Vec<u32> =
+            thrown(numbers(offsets, "offsets"))?.into_iter().map(|offset| offset as u32).collect();
         Self::new(flexattn::BlockMask::from_cu_seqlens(&offsets, &offsets, causal))
     }
 
@@ -161,7 +163,7 @@ impl BlockMask {
         for row in 0..rows {
             let list = matrix * rows + row;
             for &[first, end] in self.0.rows().runs_of(list) {
-                tiles[row * columns + first as usize..row * columns + end as usize].fill(TileMap::FULL.bits());
+                tiles[row * columns + first as usize..row * columns + end as usize].fill(TileMap::FULL.0);
             }
             for &[block, map] in self.0.rows().partials_of(list) {
                 tiles[row * columns + block as usize] = map;
@@ -185,7 +187,15 @@ impl BlockMask {
 
     /// Whether each pair of a window is kept.
     #[expect(clippy::too_many_arguments, reason = "numbers cross the border cheaper than objects")]
-    pub fn tokens(&self, batch: usize, head: usize, q: usize, q_end: usize, kv: usize, kv_end: usize) -> Thrown<Vec<u8>> {
+    pub fn tokens(
+        &self,
+        batch: usize,
+        head: usize,
+        q: usize,
+        q_end: usize,
+        kv: usize,
+        kv_end: usize,
+    ) -> Thrown<Vec<u8>> {
         let keep = thrown(self.0.window([batch, head], q..q_end, kv..kv_end))?;
         Ok(keep.into_iter().map(u8::from).collect())
     }
@@ -205,9 +215,17 @@ impl BlockMask {
         Self::new(self.0.not())
     }
 
-    /// A PNG.
-    pub fn picture(&self) -> Thrown<Vec<u8>> {
-        thrown(self.0.to_png())
+    /// `{ width, height, data }`, four bytes a pixel.
+    #[wasm_bindgen(unchecked_return_type = "any")]
+    pub fn picture(&self) -> Thrown<Object> {
+        let picture = thrown(self.0.to_picture())?;
+        let rgba: Vec<u8> =
+            picture.rgb.chunks_exact(3).flat_map(|rgb| [rgb[0], rgb[1], rgb[2], 255]).collect();
+        let object = Object::new();
+        js::set(&object, "width", &JsValue::from_f64(picture.width as f64));
+        js::set(&object, "height", &JsValue::from_f64(picture.height as f64));
+        js::set(&object, "data", &Uint8ClampedArray::from(rgba.as_slice()));
+        Ok(object)
     }
 
     /// The lists in a form to store.

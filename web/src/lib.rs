@@ -4,11 +4,16 @@
 //! wgpu's browser backend can neither adopt a `GPUDevice` or `GPUBuffer` nor ask for subgroups, so the
 //! [`flexattn::Runtime`] here drives WebGPU itself. There is no mathematics in this crate.
 #![cfg(target_arch = "wasm32")]
+#![expect(unreachable_pub, reason = "exports are reached from JavaScript")]
 
+mod attention;
+mod block_mask;
 mod cpu;
 mod error;
 mod gpu;
+mod inside;
 mod js;
+mod mods;
 mod runtime;
 mod tensor;
 mod webgpu;

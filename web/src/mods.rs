@@ -1,7 +1,7 @@
 //! Masks and score mods as JavaScript writes them: text, names with parameters, combinations.
 
 use flexattn::expr::{Capture, CaptureData, CaptureType, DeviceHandle, MaskMod, Scalar, ScoreMod, Value};
-use flexattn::{Error, Params, Result, masks, prebuilt::Param, scores};
+use flexattn::{Error, Param, Params, Resident, Result, masks, scores};
 use wasm_bindgen::JsValue;
 
 use crate::error::{Failure, Which};
@@ -70,7 +70,8 @@ fn capture(name: &str, value: &JsValue) -> Result<Capture> {
             return Err(Error::capture(name, "a GPUBuffer does not say what it holds; give dtype and shape"));
         };
         let dtype = capture_type(name, dtype)?;
-        let handle = CaptureData::Device(DeviceHandle::new(Buffer::adopt(buffer)));
+        let resident = Resident { buffer: DeviceHandle::new(Buffer::adopt(buffer)), first: 0 };
+        let handle = CaptureData::Device(DeviceHandle::new(resident));
         return Capture::new(name, dtype, &shape, handle);
     }
     let bytes = || bytes_of(&data, name).map(|bytes| bytes.to_vec());
@@ -88,18 +89,26 @@ fn capture(name: &str, value: &JsValue) -> Result<Capture> {
         ("Uint8Array", None | Some("bool")) => {
             (CaptureType::Bool, CaptureData::Bool(bytes()?.into_iter().map(|byte| byte != 0).collect()))
         }
-        ("Float16Array", None | Some("f16")) | ("Uint16Array", Some("f16")) => {
-            (CaptureType::F16, CaptureData::F16(flexattn::DType::F16.widen(&bytes()?).into_iter().map(half::f16::from_f32).collect()))
-        }
-        ("Uint16Array", Some("bf16")) => {
-            (CaptureType::BF16, CaptureData::BF16(flexattn::DType::BF16.widen(&bytes()?).into_iter().map(half::bf16::from_f32).collect()))
-        }
+        ("Float16Array", None | Some("f16")) | ("Uint16Array", Some("f16")) => (
+            CaptureType::F16,
+            CaptureData::F16(
+                flexattn::DType::F16.widen(&bytes()?).into_iter().map(half::f16::from_f32).collect(),
+            ),
+        ),
+        ("Uint16Array", Some("bf16")) => (
+            CaptureType::BF16,
+            CaptureData::BF16(
+                flexattn::DType::BF16.widen(&bytes()?).into_iter().map(half::bf16::from_f32).collect(),
+            ),
+        ),
         ("Uint16Array", None) => {
             return Err(Error::capture(name, "a Uint16Array may hold f16 or bf16; say which with dtype"));
         }
         ("", None | Some("bool")) if js_sys::Array::is_array(&data) => {
             let flags: Option<Vec<bool>> = js::list(&data, name)?.iter().map(JsValue::as_bool).collect();
-            let flags = flags.ok_or_else(|| Error::capture(name, "a plain list holds true and false only; use a typed array for numbers"))?;
+            let flags = flags.ok_or_else(|| {
+                Error::capture(name, "a plain list holds true and false only; use a typed array for numbers")
+            })?;
             (CaptureType::Bool, CaptureData::Bool(flags.into()))
         }
         (kind, said) => {
@@ -122,10 +131,9 @@ fn capture(name: &str, value: &JsValue) -> Result<Capture> {
 
 fn capture_type(name: &str, dtype: &str) -> Result<CaptureType> {
     use CaptureType::{BF16, Bool, F16, F32, I32, U32};
-    [F32, F16, BF16, I32, U32, Bool]
-        .into_iter()
-        .find(|known| known.name() == dtype)
-        .ok_or_else(|| Error::capture(name, format!("dtype is {dtype} but must be f32, f16, bf16, i32, u32 or bool")))
+    [F32, F16, BF16, I32, U32, Bool].into_iter().find(|known| known.name() == dtype).ok_or_else(|| {
+        Error::capture(name, format!("dtype is {dtype} but must be f32, f16, bf16, i32, u32 or bool"))
+    })
 }
 
 /// Whether a mod's defaults follow the sizes of a call.
@@ -134,7 +142,9 @@ pub(crate) fn depends_on_sizes(value: &JsValue) -> bool {
         return list.iter().any(|item| depends_on_sizes(&item));
     }
     js::field(value, "name").is_some()
-        || ["all", "any", "not"].iter().any(|key| js::field(value, key).is_some_and(|part| depends_on_sizes(&part)))
+        || ["all", "any", "not"]
+            .iter()
+            .any(|key| js::field(value, key).is_some_and(|part| depends_on_sizes(&part)))
 }
 
 trait AsArray {
@@ -149,7 +159,11 @@ impl AsArray for JsValue {
 }
 
 /// A mask: text, `{ name, ... }`, `{ all }`, `{ any }` or `{ not }`.
-pub(crate) fn mask(value: &JsValue, values: &Values, sizes: &Params) -> std::result::Result<MaskMod, Failure> {
+pub(crate) fn mask(
+    value: &JsValue,
+    values: &Values,
+    sizes: &Params,
+) -> std::result::Result<MaskMod, Failure> {
     if let Some(text) = value.as_string() {
         return MaskMod::from_wgsl(&text, &values.captures, &values.scalars)
             .map_err(|error| Failure { error, about: Some((Which::Mask, text)) });
@@ -174,7 +188,11 @@ pub(crate) fn mask(value: &JsValue, values: &Values, sizes: &Params) -> std::res
 }
 
 /// A score mod: text, `{ name, ... }`, or a list that is applied in order.
-pub(crate) fn score(value: &JsValue, values: &Values, sizes: &Params) -> std::result::Result<ScoreMod, Failure> {
+pub(crate) fn score(
+    value: &JsValue,
+    values: &Values,
+    sizes: &Params,
+) -> std::result::Result<ScoreMod, Failure> {
     if let Some(text) = value.as_string() {
         return ScoreMod::from_wgsl(&text, &values.captures, &values.scalars)
             .map_err(|error| Failure { error, about: Some((Which::Score, text)) });

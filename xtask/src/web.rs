@@ -4,7 +4,7 @@
 //! wasm-opt, tsc, vite. What they need comes from npm by `web/package-lock.json`, but for wasm-bindgen's
 //! command, which has to be of the same version as the crate.
 
-use crate::machine::cargo_with_profile;
+use crate::machine::{cargo_with_profile, rustup_has};
 use crate::process::{Program, on_path};
 use std::fs;
 use std::io::{Read, Write};
@@ -77,19 +77,15 @@ fn npm_packages() -> Result<(), String> {
 
 /// The module and its glue, into `web/wasm`.
 fn wasm() -> Result<(), String> {
-    let mut build =
-        cargo_with_profile("wasm32-unknown-unknown", "build", "web").args(["--package", "flexattn-web"]);
-    if let Some(flags) = std::env::var_os("RUSTFLAGS") {
-        // RUSTFLAGS replaces what .cargo/config.toml says.
-        build = build.env("RUSTFLAGS", format!("{} --cfg=web_sys_unstable_apis", flags.to_string_lossy()));
-    }
+    let build = small(cargo_with_profile("wasm32-unknown-unknown", "build", "web"));
+    let build = build.args(["--package", "flexattn-web"]);
     step(build)?;
     let module = crate::target_folder().join("cross/wasm32-unknown-unknown/web/flexattn_web.wasm");
     let bindgen = bindgen()?;
     let words = "--target web --out-dir web/wasm --out-name flexattn --remove-name-section --remove-producers-section";
     step(Program::new(bindgen).args(words.split_whitespace()).arg(module))?;
-    let passes = "-O3 --enable-bulk-memory --enable-nontrapping-float-to-int --enable-sign-ext --enable-mutable-globals \
-        --enable-reference-types --enable-multivalue";
+    let passes = "-Oz --enable-bulk-memory --enable-nontrapping-float-to-int --enable-sign-ext --enable-mutable-globals \
+        --enable-reference-types --enable-multivalue --enable-simd";
     let file = "wasm/flexattn_bg.wasm";
     step(
         Program::words("node node_modules/binaryen/bin/wasm-opt")
@@ -97,6 +93,22 @@ fn wasm() -> Result<(), String> {
             .args([file, "-o", file])
             .folder("web"),
     )
+}
+
+/// What makes the module small. Where the standard library is built anyway, it is built for size and
+/// without the texts of panics: bad input is an error here, so a panic is a bug and stops the module either way.
+fn small(build: Program) -> Program {
+    // RUSTFLAGS replaces what .cargo/config.toml says. Browsers have had 128-bit vectors since 2021 to 2023.
+    let mut flags = "--cfg=web_sys_unstable_apis -Ctarget-feature=+simd128".to_owned();
+    let mut build = build;
+    if !rustup_has("wasm32-unknown-unknown") {
+        flags += " -Zunstable-options -Cpanic=immediate-abort";
+        build = build.args(["-Z", "build-std-features=optimize_for_size"]);
+    }
+    if let Ok(own) = std::env::var("RUSTFLAGS") {
+        flags = format!("{own} {flags}");
+    }
+    build.env("RUSTFLAGS", flags)
 }
 
 /// wasm-bindgen's command, of the version that `web/Cargo.toml` pins; installed when it is missing.

@@ -212,7 +212,8 @@ function describe([row, column]: readonly [number, number], data: MapData): stri
 export function arrows(target: HTMLElement, step: (down: number, right: number) => void): void {
   target.addEventListener("keydown", (event) => {
     const size = event.shiftKey ? 8 : 1;
-    const [down, right] = { ArrowUp: [-size, 0], ArrowDown: [size, 0], ArrowLeft: [0, -size], ArrowRight: [0, size] }[event.key] ?? [0, 0];
+    const steps: Record<string, readonly [number, number]> = { ArrowUp: [-size, 0], ArrowDown: [size, 0], ArrowLeft: [0, -size], ArrowRight: [0, size] };
+    const [down, right] = steps[event.key] ?? [0, 0];
     if (down === 0 && right === 0) return;
     event.preventDefault();
     step(down, right);

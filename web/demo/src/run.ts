@@ -1,6 +1,7 @@
 // What this machine makes of it: a check against the reference, and times beside an unfused baseline.
 
 import { Attention, type Gpu, type HostData, type MaskMod, type ScoreMod, type Tensor, type Values } from "flexattn";
+import { unfused } from "./unfused";
 
 /** The mods as the page holds them. */
 export interface Mods extends Values {
@@ -110,29 +111,33 @@ async function times(gpu: Gpu, calls: readonly (() => Promise<void>)[], signal: 
 
 async function sample(gpu: Gpu, mods: Partial<Mods>, name: string, length: number, density: number, watch: Watch): Promise<Sample> {
   const attention = new Attention(gpu, mods);
-  const tensors = inputs(HEADS, length, DIM);
-  const held: GPUBuffer[] = [];
+  const held: { destroy: () => void }[] = [{ destroy: () => attention.free() }];
   try {
+    const tensors = inputs(HEADS, length, DIM);
     const { device } = gpu;
-    const [q, k, v] = tensors.map((tensor): Tensor => {
-      if (device === null) return tensor;
-      const data = tensor.data as Float32Array<ArrayBuffer>;
+    if (device === null) {
+      const fused = async (): Promise<void> => void (await attention.forward(...tensors));
+      const [ms = Number.NaN] = await times(gpu, [fused], watch.signal);
+      return { density, length, ms, baselineMs: null, name };
+    }
+    const buffers = tensors.map(({ data }) => {
       const buffer = device.createBuffer({ size: data.byteLength, usage: GPUBufferUsage.STORAGE | GPUBufferUsage.COPY_DST });
-      device.queue.writeBuffer(buffer, 0, data);
+      device.queue.writeBuffer(buffer, 0, data as Float32Array<ArrayBuffer>);
       held.push(buffer);
-      return { data: buffer, shape: tensor.shape, dtype: "f32" };
-    }) as [Tensor, Tensor, Tensor];
-    const keep = (data: HostData | GPUBuffer): void => {
-      if ("destroy" in data) data.destroy();
+      return buffer;
+    }) as [GPUBuffer, GPUBuffer, GPUBuffer];
+    const [q, k, v] = buffers.map((data): Tensor<GPUBuffer> => ({ data, shape: tensors[0].shape })) as [Tensor<GPUBuffer>, Tensor<GPUBuffer>, Tensor<GPUBuffer>];
+    const fused = async (): Promise<void> => {
+      const { out, lse } = await attention.forward(q, k, v);
+      out.data.destroy();
+      lse.destroy();
     };
-    const fused = async (): Promise<void> => keep((await attention.forward(q, k, v)).out.data);
-    const plain = async (): Promise<void> => keep((await attention.unfused(q, k, v)).out.data);
-    const fits = device !== null && HEADS * length * length * 4 <= device.limits.maxStorageBufferBindingSize;
-    const [ms = Number.NaN, baselineMs = null] = await times(gpu, fits ? [fused, plain] : [fused], watch.signal);
+    const plain = await unfused(device, HEADS, length, buffers);
+    if (plain) held.push(plain);
+    const [ms = Number.NaN, baselineMs = null] = await times(gpu, plain ? [fused, async () => plain.run()] : [fused], watch.signal);
     return { density, length, ms, baselineMs, name };
   } finally {
-    for (const buffer of held) buffer.destroy();
-    attention.free();
+    for (const one of held) one.destroy();
   }
 }
 

@@ -1,0 +1,36 @@
+// Runs goldens on Dawn; prints one line of JSON per case, tier and dtype.
+import { readdirSync, readFileSync } from "node:fs";
+import { join } from "node:path";
+import { create, globals } from "webgpu";
+import * as flexattn from "flexattn";
+import { runGolden } from "../../goldens.js";
+
+Object.assign(globalThis, globals);
+// The object that `create` gives must outlive every device made from it.
+const gpu = create([]);
+const full = process.env.FLEXATTN_FULL === "1";
+const folder = new URL("../../../../tests/goldens/", import.meta.url).pathname;
+
+await flexattn.default();
+const best = await flexattn.Gpu.create({ gpu });
+const list = [...best.device.features].filter((name) => ["shader-f16", "subgroups"].includes(name));
+console.log(JSON.stringify({ features: { adapter: best.adapter, list, tier: best.tier } }));
+const tiers = best.tier === "portable" ? [best] : [best, await flexattn.Gpu.create({ gpu, tier: "portable" })];
+
+const files = readdirSync(folder).filter((file) => file.endsWith(".safetensors"));
+for (const [index, file] of files.entries()) {
+  // Without FLEXATTN_FULL every file runs once, dtypes and tiers in turn.
+  const all = tiers.flatMap((tier) => ["f32", "f16", "bf16"].map((dtype) => [tier, dtype]));
+  for (const [tier, dtype] of full ? all : [all[index % all.length]]) {
+    const name = `${file.replace(".safetensors", "")} ${dtype} ${tier.tier}`;
+    let problem = "";
+    try {
+      const verdicts = await runGolden(flexattn, tier, new Uint8Array(readFileSync(join(folder, file))), dtype);
+      problem = verdicts.filter(({ pass }) => !pass).map(({ output, mean, max, budget }) => `${output}: mean ${mean}, max ${max}, budget ${JSON.stringify(budget)}`).join("; ");
+    } catch (error) {
+      problem = String(error);
+    }
+    console.log(JSON.stringify({ name, problem }));
+  }
+}
+process.exit(0);

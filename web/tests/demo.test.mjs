@@ -1,0 +1,286 @@
+// The demo page: every control, both themes, a desktop and a phone, the keyboard, and the clock.
+// FLEXATTN_SCREENSHOTS=1 keeps the pictures in docs/.
+
+import assert from "node:assert/strict";
+import { mkdirSync } from "node:fs";
+import { join } from "node:path";
+import { after, before, describe, test } from "node:test";
+import { browser, open, serve } from "./browser.mjs";
+import { repository, web } from "./packed.mjs";
+
+let server;
+before(async () => {
+  server = await serve({ "": join(web, "demo/dist") });
+});
+after(() => server.close());
+
+const pictures = join(repository, "docs");
+async function picture(page, name) {
+  if (process.env.FLEXATTN_SCREENSHOTS !== "1") return;
+  mkdirSync(pictures, { recursive: true });
+  await page.screenshot({ path: join(pictures, `${name}.png`), fullPage: true });
+}
+
+/** Whether anything sticks out sideways, and what. */
+const overflow = (page) =>
+  page.evaluate(() =>
+    document.documentElement.scrollWidth <= innerWidth
+      ? []
+      : [...document.querySelectorAll("body *")].filter((e) => e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.id || e.className || e.tagName),
+  );
+
+describe("on a desktop", () => {
+  let chromium;
+  let page;
+  let complaints;
+  before(async () => {
+    chromium = await browser({ viewport: { width: 1280, height: 860 }, permissions: ["clipboard-read", "clipboard-write"] });
+    ({ page, complaints } = await open(chromium.context, server.url));
+  });
+  after(() => chromium.close());
+
+  test("the map is drawn within 1.5 s of opening, and nothing is fetched from elsewhere", async () => {
+    const fresh = await chromium.context.newPage();
+    const started = Date.now();
+    await fresh.goto(server.url);
+    await fresh.waitForSelector("html[data-ready=true]");
+    const took = Date.now() - started;
+    const transferred = await fresh.evaluate(() => performance.getEntriesByType("resource").map(({ name }) => name).filter((name) => !name.startsWith(location.origin)));
+    await fresh.close();
+    console.log(`# demo ready after ${took} ms`);
+    assert.deepEqual(transferred, []);
+    assert.ok(took < 1500, `${took} ms`);
+  });
+
+  test("a newcomer meets one sentence and the map before any control", async () => {
+    const boxes = await page.evaluate(() => {
+      const box = (selector) => document.querySelector(selector).getBoundingClientRect().toJSON();
+      return { sentence: box(".lede p"), map: box("#map"), control: box("#mask-preset") };
+    });
+    assert.ok(boxes.sentence.bottom < boxes.control.top);
+    assert.ok(boxes.map.top < boxes.control.top && boxes.map.left > boxes.sentence.left);
+    assert.match(await page.locator("#map-caption").textContent(), /Of 64 blocks of 128 × 128, \d+ % are never visited/);
+  });
+
+  test("every preset of the library gives a map", async () => {
+    const names = await page.locator("#mask-preset option").evaluateAll((options) => options.map(({ value }) => value));
+    assert.ok(names.length > 20);
+    for (const name of names) {
+      await page.selectOption("#mask-preset", name);
+      assert.equal(await page.locator("#mask-problem").isHidden(), true, `${name}: ${await page.locator("#mask-problem").textContent()}`);
+      assert.match(await page.locator("#map-caption").textContent(), /blocks/);
+    }
+    for (const name of await page.locator("#score-preset option").evaluateAll((options) => options.map(({ value }) => value))) {
+      await page.selectOption("#score-preset", name);
+      assert.equal(await page.locator("#score-problem").isHidden(), true, `${name}: ${await page.locator("#score-problem").textContent()}`);
+    }
+    await page.selectOption("#score-preset", "identity");
+    await page.selectOption("#mask-preset", "sliding_window");
+  });
+
+  test("a slider changes text, map and address", async () => {
+    const before = await page.locator("#map-caption").textContent();
+    await page.locator("#mask-window").fill("11");
+    assert.notEqual(await page.locator("#map-caption").textContent(), before);
+    assert.match(await page.locator("#mask-editor .cm-content").textContent(), /2048/);
+    await page.waitForFunction(() => location.hash.length > 1);
+  });
+
+  test("a mistake is shown at its place while typing, and goes away", async () => {
+    await page.locator("#mask-editor .cm-content").fill("q >= kv &&\n  q - kvv < 3");
+    await page.locator("#mask-editor .cm-lintRange-error").waitFor();
+    assert.equal(await page.locator("#mask-editor .cm-lintRange-error").textContent(), "kvv");
+    assert.match(await page.locator("#mask-problem").textContent(), /^Line 2, column 7: /);
+    await page.locator("#mask-editor .cm-content").fill("q >= kv && kv % 3 == 0");
+    await page.locator("#mask-editor .cm-lintRange-error").waitFor({ state: "detached" });
+    assert.equal(await page.locator("#mask-problem").isHidden(), true);
+    assert.match(await page.locator("#mask-about").textContent(), /Edited/);
+  });
+
+  test("the map and the zoom are read with the arrow keys", async () => {
+    await page.selectOption("#mask-preset", "causal");
+    await page.locator("#map").focus();
+    for (let i = 0; i < 9; i++) await page.keyboard.press("ArrowUp");
+    for (let i = 0; i < 9; i++) await page.keyboard.press("ArrowLeft");
+    assert.match(await page.locator("#map-read").textContent(), /Queries 0–127 × keys 0–127: partial/);
+    await page.keyboard.press("ArrowRight");
+    assert.match(await page.locator("#map-read").textContent(), /empty/);
+    await page.keyboard.press("ArrowDown");
+    await page.keyboard.press("ArrowDown");
+    assert.match(await page.locator("#map-read").textContent(), /Queries 256–383 × keys 128–255: full/);
+    await page.keyboard.press("ArrowRight");
+    await page.locator("#zoom").focus();
+    await page.keyboard.press("ArrowRight");
+    await page.keyboard.press("ArrowRight");
+    assert.match(await page.locator("#map-read").textContent(), /Query 256, key 257: masked/);
+    await page.keyboard.press("ArrowDown");
+    assert.match(await page.locator("#map-read").textContent(), /Query 257, key 257: kept/);
+    const box = await page.locator("#map").boundingBox();
+    await page.mouse.click(box.x + 5, box.y + box.height - 5);
+    assert.match(await page.locator("#map-read").textContent(), /Queries 896–1023 × keys 0–127: full/);
+  });
+
+  test("lengths, heads and the shown head change the map", async () => {
+    await page.selectOption("#q-len", "2048");
+    assert.match(await page.locator("#map-caption").textContent(), /Of 128 blocks/);
+    await page.selectOption("#kv-len", "2048");
+    assert.match(await page.locator("#map-caption").textContent(), /Of 256 blocks/);
+    await page.selectOption("#heads", "8");
+    await page.selectOption("#map-head", "7");
+    await page.locator("#mask-editor .cm-content").fill("h == 7 && q >= kv");
+    await page.waitForFunction(() => document.querySelector("#map-caption").textContent.includes("47 %"));
+    await page.selectOption("#map-head", "0");
+    await page.waitForFunction(() => document.querySelector("#map-caption").textContent.includes("100 % are never"));
+    await page.selectOption("#mask-preset", "causal");
+  });
+
+  test("the heat map reads a real sentence, by picture, by word and by key", { timeout: 120_000 }, async () => {
+    await page.selectOption("#mask-preset", "noop");
+    await page.locator("#weights").scrollIntoViewIfNeeded();
+    await page.locator("#head").fill("1");
+    await page.locator("#words button", { hasText: "it" }).first().waitFor({ timeout: 60_000 });
+    await page.locator("#words button").nth(10).click();
+    await page.waitForFunction(() => /“it” looks at/.test(document.querySelector("#heat-read").textContent), null, { timeout: 60_000 });
+    assert.match(await page.locator("#heat-read").textContent(), /“it” looks at “trophy” \(6\d %\), “suitcase” \((19|2\d) %\)/);
+    await page.locator("#heat").focus();
+    await page.keyboard.press("ArrowDown");
+    assert.match(await page.locator("#heat-read").textContent(), /“is”/);
+    await page.selectOption("#mask-preset", "causal");
+    await page.locator("#words button").nth(0).click();
+    await page.waitForFunction(() => /“\[CLS\]” looks at “\[CLS\]” \(100 %\)/.test(document.querySelector("#heat-read").textContent));
+    await page.selectOption("#sentence", "1");
+    await page.locator("#words button", { hasText: "attention" }).waitFor();
+  });
+
+  test("kernels are shown in both languages, for every pass, size and type", async () => {
+    const text = (id) => page.locator(id).textContent();
+    await page.selectOption("#mask-preset", "sliding_window");
+    assert.match(await text("#code-wgsl"), /fn mask_mod/);
+    assert.match(await text("#code-wgsl"), /fixed lines/);
+    await page.locator("#only-mods").uncheck();
+    assert.match(await text("#code-wgsl"), /@compute/);
+    for (const pass of ["decode", "backward", "forward"]) {
+      await page.selectOption("#pass", pass);
+      assert.match(await text("#code-wgsl"), /@compute/, pass);
+      assert.match(await text("#code-msl"), /kernel void/, pass);
+    }
+    await page.selectOption("#head-dim", "128");
+    assert.match(await text("#code-wgsl"), /const HEAD_DIM: u32 = 128u/);
+    await page.selectOption("#dtype", "f16");
+    assert.match(await text("#code-wgsl"), /forward.*f16/);
+    await page.locator("[data-copy=wgsl]").click();
+    assert.match(await page.evaluate(() => navigator.clipboard.readText()), /@compute/);
+    await page.locator("[data-copy=msl]").click();
+    assert.match(await page.evaluate(() => navigator.clipboard.readText()), /kernel void/);
+    await page.locator("#only-mods").check();
+  });
+
+  test("this machine agrees with the reference", { timeout: 180_000 }, async () => {
+    await page.selectOption("#mask-preset", "sliding_window");
+    await page.selectOption("#score-preset", "alibi");
+    await page.locator("#verify").click();
+    await page.waitForFunction(() => /^(Right|Wrong)/.test(document.querySelector("#run-status").textContent), null, { timeout: 170_000 });
+    assert.match(await page.locator("#run-status").textContent(), /^Right/);
+    assert.match(await page.locator("#tier").textContent(), /Why nothing faster: .*subgroup/);
+  });
+
+  test("measuring shows progress, can be stopped, and draws both charts", { timeout: 600_000 }, async () => {
+    await page.locator("#measure").click();
+    await page.locator("#progress").waitFor({ state: "visible" });
+    await page.locator("#stop").click();
+    await page.waitForFunction(() => document.querySelector("#run-status").textContent === "Stopped.", null, { timeout: 120_000 });
+    await page.locator("#measure").click();
+    await page.waitForFunction(() => /keeping all takes|rror/.test(document.querySelector("#run-status").textContent), null, { timeout: 580_000 });
+    assert.match(await page.locator("#run-status").textContent(), /times faster than unfused/);
+    for (const id of ["#chart-density", "#chart-length"]) {
+      assert.ok((await page.locator(`${id} circle`).count()) >= 6);
+      assert.match(await page.locator(`${id} svg`).getAttribute("aria-label"), /flexattn: .*unfused: /);
+    }
+  });
+
+  test("the address holds the whole state", async () => {
+    await page.locator("#mask-editor .cm-content").fill("q >= kv && (q - kv) % 5 == 0 // only here");
+    await page.waitForFunction(() => document.querySelector("#mask-about").textContent.startsWith("Edited"));
+    await page.locator("#share").click();
+    const address = await page.evaluate(() => navigator.clipboard.readText());
+    const { page: other } = await open(chromium.context, address);
+    for (const id of ["#q-len", "#kv-len", "#heads", "#mask-preset", "#score-preset", "#pass", "#head-dim", "#dtype"]) {
+      assert.equal(await other.locator(id).inputValue(), await page.locator(id).inputValue(), id);
+    }
+    assert.match(await other.locator("#mask-editor .cm-content").textContent(), /only here/);
+    assert.equal(await other.locator("#map-caption").textContent(), await page.locator("#map-caption").textContent());
+    await other.close();
+    const { page: broken } = await open(chromium.context, `${server.url}#not-a-state`);
+    assert.match(await broken.locator("#map-caption").textContent(), /Of 64 blocks/);
+    await broken.close();
+  });
+
+  test("every control is reached with Tab, and the editor does not hold it", async () => {
+    await page.evaluate(() => (document.activeElement?.blur(), scrollTo(0, 0)));
+    const seen = new Set();
+    for (let i = 0; i < 80; i++) {
+      await page.keyboard.press("Tab");
+      seen.add(await page.evaluate(() => document.activeElement.id || document.activeElement.closest("[id]")?.id));
+    }
+    for (const id of ["share", "theme", "mask-preset", "mask-editor", "score-preset", "score-editor", "map", "q-len", "kv-len", "heads", "map-head", "zoom", "sentence", "head", "heat", "pass", "head-dim", "dtype", "only-mods", "code-wgsl", "code-msl", "verify", "measure"]) {
+      assert.ok(seen.has(id), `${id} was not reached`);
+    }
+  });
+
+  test("themes", async () => {
+    await page.goto(server.url);
+    await page.waitForSelector("html[data-ready=true]");
+    await page.evaluate(() => document.documentElement.dataset.theme === "dark" && document.querySelector("#theme").click());
+    await page.locator("#weights").scrollIntoViewIfNeeded();
+    await page.locator("#words button").first().waitFor({ timeout: 60_000 });
+    await page.evaluate(() => scrollTo(0, 0));
+    const light = await page.evaluate(() => getComputedStyle(document.body).backgroundColor);
+    await picture(page, "demo-desktop-light");
+    await page.locator("#theme").click();
+    assert.notEqual(await page.evaluate(() => getComputedStyle(document.body).backgroundColor), light);
+    await picture(page, "demo-desktop-dark");
+    assert.deepEqual(await overflow(page), []);
+  });
+
+  test("the page had nothing to complain about", () => assert.deepEqual(complaints, []));
+});
+
+describe("on a phone", () => {
+  let chromium;
+  before(async () => {
+    chromium = await browser({ viewport: { width: 390, height: 844 }, deviceScaleFactor: 2, isMobile: true, hasTouch: true, colorScheme: "dark" });
+  });
+  after(() => chromium.close());
+
+  test("nothing sticks out, the sentence and the map come first, and dark is followed", async () => {
+    const { page, complaints } = await open(chromium.context, server.url);
+    assert.equal(await page.evaluate(() => document.documentElement.dataset.theme), "dark");
+    assert.deepEqual(await overflow(page), []);
+    const boxes = await page.evaluate(() => {
+      const top = (selector) => document.querySelector(selector).getBoundingClientRect().top;
+      return ["h1", ".lede p", "#map", "#mask-preset", "#weights", "#kernel", "#run"].map(top);
+    });
+    assert.deepEqual(boxes, boxes.toSorted((a, b) => a - b));
+    await page.locator("#weights").scrollIntoViewIfNeeded();
+    await page.locator("#words button").first().waitFor({ timeout: 60_000 });
+    assert.deepEqual(await overflow(page), []);
+    await page.evaluate(() => scrollTo(0, 0));
+    await picture(page, "demo-phone-dark");
+    await page.locator("#theme").click();
+    await picture(page, "demo-phone-light");
+    assert.deepEqual(complaints, []);
+  });
+});
+
+describe("without WebGPU", () => {
+  test("the page says so and still computes", { timeout: 120_000 }, async () => {
+    const chromium = await browser({ webgpu: false });
+    const { page } = await open(chromium.context, server.url);
+    await page.waitForFunction(() => /no GPU/.test(document.querySelector("#device").textContent));
+    assert.match(await page.locator("#tier").textContent(), /on the CPU.*no WebGPU/s);
+    await page.locator("#verify").click();
+    await page.waitForFunction(() => /^(Right|Wrong)/.test(document.querySelector("#run-status").textContent), null, { timeout: 100_000 });
+    assert.match(await page.locator("#run-status").textContent(), /^Right/);
+    await chromium.close();
+  });
+});

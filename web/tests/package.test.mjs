@@ -1,0 +1,72 @@
+// What is in the tarball, what it weighs, and what its types promise.
+
+import assert from "node:assert/strict";
+import { execFileSync } from "node:child_process";
+import { copyFileSync, readFileSync, writeFileSync } from "node:fs";
+import { join } from "node:path";
+import { test } from "node:test";
+import { gzipSync } from "node:zlib";
+import { install, pack, web } from "./packed.mjs";
+
+test("the tarball holds what is needed and nothing else", () => {
+  const { files } = pack();
+  assert.deepEqual(files.toSorted(), [
+    "README.md",
+    "dist/index.d.ts",
+    "dist/index.js",
+    "dist/wasm/flexattn.js",
+    "dist/wasm/flexattn_bg.wasm",
+    "package.json",
+  ]);
+});
+
+test("the module weighs less than 500 kB on the wire", () => {
+  const module = readFileSync(join(web, "dist/wasm/flexattn_bg.wasm"));
+  assert.ok(gzipSync(module, { level: 9 }).length < 500_000);
+});
+
+test("exports name types first and the package has no side effects", () => {
+  const manifest = JSON.parse(readFileSync(join(web, "package.json"), "utf8"));
+  assert.equal(Object.keys(manifest.exports["."])[0], "types");
+  assert.equal(manifest.sideEffects, false);
+  assert.equal(manifest.type, "module");
+  assert.equal(manifest.dependencies, undefined);
+});
+
+test("types hold, and none of them is any", () => {
+  const folder = install("types");
+  copyFileSync(join(web, "tests/types.ts"), join(folder, "types.ts"));
+  const options = {
+    target: "ESNext",
+    module: "ESNext",
+    moduleResolution: "bundler",
+    lib: ["ESNext", "DOM"],
+    types: [],
+    strict: true,
+    noEmit: true,
+    exactOptionalPropertyTypes: true,
+    skipLibCheck: false,
+  };
+  writeFileSync(join(folder, "tsconfig.json"), JSON.stringify({ compilerOptions: options, files: ["types.ts"] }));
+  execFileSync("node", [join(web, "node_modules/typescript/bin/tsc"), "--project", folder], { stdio: "inherit" });
+  const declared = readFileSync(join(folder, "node_modules/flexattn/dist/index.d.ts"), "utf8").replace(/\/\*[^]*?\*\//g, "");
+  assert.doesNotMatch(declared, /\bany\b(?!\??:)/);
+});
+
+test("bare import in node needs no browser", async () => {
+  const folder = install("node");
+  writeFileSync(
+    join(folder, "main.js"),
+    `import init, { Gpu, Attention } from "flexattn";
+     await init();
+     const gpu = await Gpu.create();
+     const x = { data: new Float32Array(2 * 4).fill(1), shape: [1, 1, 2, 4] };
+     const { out, lse } = await new Attention(gpu, { maskMod: "q >= kv" }).forward(x, x, x);
+     console.log(JSON.stringify({ tier: gpu.tier, notes: gpu.notes, out: [...out.data], lse: [...lse] }));`,
+  );
+  const said = JSON.parse(execFileSync("node", ["main.js"], { cwd: folder, encoding: "utf8" }));
+  assert.equal(said.tier, "cpu");
+  assert.match(said.notes[0], /WebGPU/);
+  assert.deepEqual(said.out, Array(8).fill(1));
+  assert.ok(Math.abs(said.lse[0] - 2) < 1e-6 && Math.abs(said.lse[1] - (2 + Math.LN2)) < 1e-6);
+});
