@@ -1,8 +1,10 @@
 //! Attention as a program uses it.
 
+mod backward;
 mod per_batch;
 mod weights;
 
+pub use backward::{Gradients, Saved};
 pub use per_batch::PerBatch;
 
 use crate::block_mask::BlockMask;
@@ -300,14 +302,16 @@ impl Attention {
         let plan = self.plan(runtime, [q, k, v, out])?;
         let stats = plan.create_stats(runtime)?;
         let tensor = |role| {
-            match role {
+            let tensor = match role {
                 Role::Q => q,
                 Role::K => k,
                 Role::V => v,
                 Role::Out => out,
-            }
-            .buffer()
-            .clone()
+                Role::Dout | Role::Lse | Role::Dlse | Role::Dq | Role::Dkv | Role::Captured => {
+                    return Err(Error::buffer("the plan names a tensor that a forward call does not have"));
+                }
+            };
+            Ok(tensor.buffer().clone())
         };
         let submits =
             plan.dispatches(runtime, tensor, stats.as_ref(), |name| self.captured_buffer::<R>(name))?;
@@ -334,6 +338,19 @@ impl Attention {
     ///
     /// As [`Attention::forward_into`].
     pub fn plan<R: Runtime>(&self, runtime: &R, [q, k, v, out]: [&Tensor<R>; 4]) -> Result<Plan>
+    where
+        R::Buffer: PartialEq,
+    {
+        self.with_call(runtime, [q, k, v, out], |call| plan::forward(&call, runtime.profile(), &self.cache))
+    }
+
+    /// Hands a forward call of these tensors on.
+    fn with_call<R: Runtime, T>(
+        &self,
+        runtime: &R,
+        [q, k, v, out]: [&Tensor<R>; 4],
+        then: impl FnOnce(Forward<'_>) -> Result<T>,
+    ) -> Result<T>
     where
         R::Buffer: PartialEq,
     {
@@ -371,7 +388,7 @@ impl Attention {
             lse: self.lse,
             max: self.max,
         };
-        plan::forward(&call, runtime.profile(), &self.cache)
+        then(call)
     }
 
     fn captured_buffer<R: Runtime>(&self, name: &str) -> Result<R::Buffer>

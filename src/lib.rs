@@ -35,13 +35,14 @@ mod threads;
 
 #[cfg(feature = "wgpu")]
 pub use attention::Recorded;
-pub use attention::{Attention, Output, PerBatch, sdpa};
+pub use attention::{Attention, Gradients, Output, PerBatch, Saved, sdpa};
 pub use block_mask::{BlockMask, BlockShape, Class, CompiledMask, KvBlocks, Lists, Picture, Tables, TileMap};
 pub use cpu::Cpu;
 pub use error::{Error, ParseError, Result};
 pub use expr::{Capture, MaskMod, Scalar, ScoreMod};
 #[cfg(feature = "wgpu")]
 pub use gpu::Gpu;
+pub use plan::Wanted;
 pub use prebuilt::{Param, Params, Prebuilt};
 pub use runtime::{Binding, Dispatch, Limits, Profile, Resident, Runtime, Tier, Usage};
 pub use shape::{AttentionShape, BLOCK, DType, Element, Layout, same_dtype};

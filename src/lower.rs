@@ -388,3 +388,26 @@ fn cost(expr: &Expr) -> u32 {
     });
     sum
 }
+
+/// How many places read captured tensors whose gradients are wanted, by what their index depends on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TermCounts {
+    /// b, h and q at most.
+    pub rows: usize,
+    /// b, h and kv.
+    pub columns: usize,
+    /// q and kv.
+    pub pairs: usize,
+}
+
+impl Mods {
+    /// The terms of the slot `terms`, counted.
+    ///
+    /// # Errors
+    /// When the score mod reads no float of a tensor in `terms`.
+    pub fn term_counts(&self) -> Result<TermCounts> {
+        let score = self.score.clone().unwrap_or_else(|| Expr::input(Input::Score));
+        let gradient = Gradient::of(&score)?;
+        Ok(Terms::of(&gradient, &self.terms)?.counts())
+    }
+}

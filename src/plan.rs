@@ -11,6 +11,7 @@
 //! - A submit stays under about half a second of work, since operating systems and browsers end
 //!   longer ones.
 
+mod backward;
 mod captures;
 mod lists;
 mod split;
@@ -23,6 +24,8 @@ use crate::shape::{AttentionShape, DType, Layout};
 use crate::{BlockMask, lower};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+pub use backward::{Backward, BackwardPlan, CapturedPlaces, Wanted, backward};
 
 /// A forward call without its buffers.
 #[derive(Clone, Debug)]
@@ -139,6 +142,18 @@ pub enum Role {
     V,
     /// The result.
     Out,
+    /// The gradient of the result.
+    Dout,
+    /// lse, as the forward call gave it.
+    Lse,
+    /// The gradient of lse.
+    Dlse,
+    /// The gradient of the queries.
+    Dq,
+    /// The gradients of keys and values, one after the other.
+    Dkv,
+    /// The gradients of captured tensors, and sums on their way there.
+    Captured,
 }
 
 /// A read-only buffer and its content.
@@ -201,6 +216,7 @@ struct SpecKey {
     score: Option<u128>,
     mask: Option<u128>,
     large: Option<String>,
+    terms: Vec<String>,
 }
 
 /// Plans a forward call.
@@ -379,7 +395,10 @@ impl Forward<'_> {
             Role::Q => &self.q,
             Role::K => &self.k,
             Role::V => &self.v,
-            Role::Out => &self.out,
+            // A forward call has no other tensor.
+            Role::Out | Role::Dout | Role::Lse | Role::Dlse | Role::Dq | Role::Dkv | Role::Captured => {
+                &self.out
+            }
         }
     }
 }
@@ -414,37 +433,46 @@ impl Cache {
             score: call.score.map(ScoreMod::hash),
             mask: call.mask.map(MaskMod::hash),
             large: mods.large.as_deref().map(str::to_owned),
+            terms: Vec::new(),
         };
+        let (f16, tile, metal) = (key.f16, key.tile, key.metal);
+        Ok(self.spec_or(key, || {
+            let spec = KernelSpec {
+                kernel,
+                dtype: call.dtype,
+                f16,
+                head_dim: dims[0],
+                v_dim: dims[1],
+                tile,
+                metal: None,
+                aligned,
+                pooled: call.pooled,
+                mods: lower::Mods {
+                    score: call.score.map(|score| score.expr().clone()),
+                    mask: call.mask.map(|mask| mask.expr().clone()),
+                    ..lower::Mods::default()
+                },
+                layout: mods.layout.clone(),
+            };
+            match metal {
+                Some(loader) => spec.on_metal(loader),
+                None => spec,
+            }
+        }))
+    }
+
+    /// The kernel of this key, made if it is not there.
+    fn spec_or(&self, key: SpecKey, make: impl FnOnce() -> KernelSpec) -> Arc<KernelSpec> {
         let mut specs = lock(&self.specs);
         if let Some(found) = specs.get(&key) {
-            return Ok(found.clone());
+            return found.clone();
         }
-        let spec = KernelSpec {
-            kernel,
-            dtype: key.dtype,
-            f16: key.f16,
-            head_dim: dims[0],
-            v_dim: dims[1],
-            tile: key.tile,
-            metal: None,
-            aligned,
-            pooled: key.pooled,
-            mods: lower::Mods {
-                score: call.score.map(|score| score.expr().clone()),
-                mask: call.mask.map(|mask| mask.expr().clone()),
-                ..lower::Mods::default()
-            },
-            layout: mods.layout.clone(),
-        };
-        let spec = Arc::new(match key.metal {
-            Some(loader) => spec.on_metal(loader),
-            None => spec,
-        });
+        let spec = Arc::new(make());
         if specs.len() >= Self::MAX_SPECS {
             specs.clear();
         }
         specs.insert(key, spec.clone());
-        Ok(spec)
+        spec
     }
 }
 
@@ -473,7 +501,7 @@ impl Plan {
     pub fn dispatches<R: Runtime>(
         &self,
         runtime: &R,
-        tensor: impl Fn(Role) -> R::Buffer,
+        tensor: impl Fn(Role) -> Result<R::Buffer>,
         stats: Option<&R::Buffer>,
         capture: impl Fn(&str) -> Result<R::Buffer>,
     ) -> Result<Vec<Vec<Dispatch<R::Buffer>>>> {
@@ -509,7 +537,7 @@ impl Plan {
             let mut bindings = Vec::with_capacity(pass.slots.len());
             for slot in &pass.slots {
                 let buffer = match &slot.source {
-                    Source::Tensor(role) => tensor(*role),
+                    Source::Tensor(role) => tensor(*role)?,
                     Source::Stats => match stats {
                         Some(stats) => stats.clone(),
                         None => runtime.scratch("unwritten", 16)?,

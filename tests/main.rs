@@ -1,6 +1,9 @@
 //! One test binary: one module a subject, each behaviour a test. A new test goes to the module that
 //! is named for what it exercises; its name says the behaviour.
+#[cfg(feature = "wgpu")]
+mod backward;
 mod conformance;
 mod expr;
+#[cfg(feature = "wgpu")]
 mod gpu;
 mod kernels;

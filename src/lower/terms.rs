@@ -57,6 +57,10 @@ impl<'a> Terms<'a> {
         Ok(terms)
     }
 
+    pub(super) fn counts(&self) -> super::TermCounts {
+        super::TermCounts { rows: self.rows.len(), columns: self.columns.len(), pairs: self.pairs.len() }
+    }
+
     pub(super) fn all(&self) -> impl Iterator<Item = &'a GatherGradient> + '_ {
         self.rows.iter().chain(&self.columns).chain(&self.pairs).copied()
     }

@@ -158,17 +158,23 @@ impl Cutter<'_> {
 
 /// The view of a tensor counted from element `start` of its buffer. The offset wraps when the window
 /// begins after the tensor does; adding the strides of what the launch touches wraps it back.
-fn view(layout: &Layout, start: u32, shared: bool) -> [u32; 4] {
+pub(super) fn view(layout: &Layout, start: u32, shared: bool) -> [u32; 4] {
     let [batch, head, row, _] = layout.strides;
     let batch = if shared { 0 } else { batch as u32 };
     [(layout.offset as u32).wrapping_sub(start), batch, head as u32, row as u32]
 }
 
-fn name(role: Role) -> &'static str {
+pub(super) fn name(role: Role) -> &'static str {
     match role {
         Role::Q => "q",
         Role::K => "k",
         Role::V => "v",
         Role::Out => "out",
+        Role::Dout => "dout",
+        Role::Lse => "lse",
+        Role::Dlse => "dlse",
+        Role::Dq => "dq",
+        Role::Dkv => "dk and dv",
+        Role::Captured => "the gradients of captured tensors",
     }
 }
