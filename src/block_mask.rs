@@ -24,6 +24,7 @@ mod meaning;
 mod picture;
 mod quad_tree;
 mod ranges;
+mod terms;
 mod tile_map;
 
 use crate::error::{Error, Result};

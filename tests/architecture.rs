@@ -105,7 +105,7 @@ fn arrows() -> BTreeMap<&'static str, Vec<&'static str>> {
         ("scores", [&expression[..], &["scores", "prebuilt"]].concat()),
         ("prebuilt", [&expression[..], &["prebuilt", "masks", "scores"]].concat()),
         ("reference", [&expression[..], &["reference"]].concat()),
-        ("block_mask", [&expression[..], &["block_mask"]].concat()),
+        ("block_mask", [&expression[..], &["masks", "block_mask"]].concat()),
         ("kernels", [&expression[..], &["kernels", "lower"]].concat()),
         ("lower", [&expression[..], &["kernels", "lower"]].concat()),
         ("plan", planned.clone()),

@@ -2,8 +2,10 @@
 //! is named for what it exercises; its name says the behaviour.
 #[cfg(feature = "wgpu")]
 mod backward;
+mod block_mask;
 mod conformance;
 mod expr;
 #[cfg(feature = "wgpu")]
 mod gpu;
 mod kernels;
+mod masks;

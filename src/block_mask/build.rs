@@ -1,11 +1,13 @@
 //! Block masks from expressions.
 
 use super::lists::Lists;
-use super::quad_tree::{Elements, Grid, Pairs, classify};
+use super::quad_tree::{Elements, Grid, Pairs, Pattern, classify};
 use super::ranges::Summary;
+use super::terms::{Open, Terms};
 use super::{BlockMask, BlockShape, Class, MAX_BLOCK};
 use crate::error::{Error, Result};
-use crate::expr::{Bound, CaptureData, Env, IndexBox, Input, MaskMod, Point, Program, Ranges};
+use crate::expr::{Bound, CaptureData, Env, IndexBox, Input, MaskMod, Program, Ranges};
+use xxhash_rust::xxh3::Xxh3;
 
 /// A mask that is ready to be built for many shapes.
 ///
@@ -26,7 +28,11 @@ use crate::expr::{Bound, CaptureData, Env, IndexBox, Input, MaskMod, Point, Prog
 #[derive(Debug)]
 pub struct Compiled {
     mask_mod: MaskMod,
+    /// The mask.
     program: Program,
+    terms: Terms,
+    /// An output for each term.
+    term_program: Program,
     summaries: Vec<Summary>,
 }
 
@@ -46,8 +52,11 @@ impl Compiled {
                 )));
             }
         }
+        let terms = Terms::of(mask_mod.expr());
         Ok(Self {
             program: Program::new(std::slice::from_ref(mask_mod.expr())),
+            term_program: Program::new(&terms.terms),
+            terms,
             summaries: mask_mod.captures().iter().map(Summary::new).collect(),
             mask_mod: mask_mod.clone(),
         })
@@ -93,7 +102,11 @@ impl Compiled {
             env = env.with_ranges(capture.name(), summary);
         }
         Ok(Matrix {
-            ranges: self.program.bind_ranges(&env)?,
+            terms: &self.terms,
+            ranges: self.term_program.bind_ranges(&env)?,
+            orders: Vec::new(),
+            shifting: None,
+            last: i64::from(q_offset).abs().max(i64::from(q_offset) + i64::from(q_len)).max(kv_len.into()),
             bound: self.program.bind(&env)?,
             b: b.cast_signed(),
             h: h.cast_signed(),
@@ -200,17 +213,60 @@ fn per_entry<T: Copy>(name: &str, values: &[T], default: T, batch: usize) -> Res
     }
 }
 
+/// Sets of terms for which the operations to compute are kept.
+const ORDERS: usize = 32;
+
 /// The pairs of one (b, h), as range analysis and as elements.
 #[derive(Debug)]
 pub(super) struct Matrix<'a> {
+    terms: &'a Terms,
     ranges: Ranges<'a>,
+    /// The sets of terms met so far.
+    orders: Vec<Order>,
+    /// The terms that depend on no more than q - kv, once asked for.
+    shifting: Option<Open>,
+    /// No position is larger, either way.
+    last: i64,
     bound: Bound<'a, f32>,
     b: i32,
     h: i32,
     q_offset: i32,
 }
 
+/// What to compute for a set of terms.
+#[derive(Debug)]
+struct Order {
+    open: Open,
+    steps: Vec<u32>,
+    /// The steps through which q, or kv, reaches the terms.
+    rows: Vec<u32>,
+    columns: Vec<u32>,
+}
+
 impl Matrix<'_> {
+    /// The place of a set of terms in `orders`, or of `wanted`, which is added if neither is there.
+    fn order(&mut self, open: Open, wanted: Open) -> usize {
+        if let Some(order) = self.orders.iter().position(|order| order.open == open || order.open == wanted) {
+            return order;
+        }
+        self.orders.push(Order {
+            open: wanted,
+            steps: self.ranges.order(wanted),
+            rows: self.ranges.sources(wanted, Input::Q, Input::Kv),
+            columns: self.ranges.sources(wanted, Input::Kv, Input::Q),
+        });
+        self.orders.len() - 1
+    }
+
+    /// The hash of the values of these steps in the box asked last, if each has only one.
+    fn constants(&self, steps: &[u32]) -> Option<u64> {
+        let mut hash = Xxh3::new();
+        for &step in steps {
+            hash.update(&self.ranges.constant(step)?.to_bits().to_le_bytes());
+        }
+        Some(hash.digest())
+    }
+
     fn position(&self, q: u32) -> i32 {
         // Checked by `Sizes::new` for all rows.
         self.q_offset.wrapping_add_unsigned(q)
@@ -225,21 +281,65 @@ impl Matrix<'_> {
 }
 
 impl Elements for Matrix<'_> {
-    fn range(&mut self, pairs: &Pairs) -> Class {
+    fn all(&self) -> Open {
+        self.terms.all()
+    }
+
+    fn range(&mut self, pairs: &Pairs, open: Open) -> (Class, Open) {
         let q = (self.position(pairs.q[0]), self.position(pairs.q[1] - 1));
         let kv = (pairs.kv[0].cast_signed(), (pairs.kv[1] - 1).cast_signed());
-        let found = self.ranges.range(&IndexBox { b: (self.b, self.b), h: (self.h, self.h), q, kv });
-        match (found.never(), found.always()) {
-            (true, _) => Class::Empty,
-            (_, true) => Class::Full,
-            _ => Class::Partial,
+        // Masks of many terms can meet very many sets: from some number on, all terms are computed.
+        let wanted = if self.orders.len() < ORDERS { open } else { self.terms.all() };
+        let order = self.order(open, wanted);
+        let at = IndexBox { b: (self.b, self.b), h: (self.h, self.h), q, kv };
+        self.ranges.range_in(&self.orders[order].steps, &at);
+        let decided = |value: bool| if value { Class::Full } else { Class::Empty };
+        let mut left = open;
+        let mut rest = open;
+        while rest != 0 {
+            let term = rest.trailing_zeros();
+            rest &= rest - 1;
+            let found = self.ranges.output(term as usize);
+            let value = match (found.never(), found.always()) {
+                (true, _) => false,
+                (_, true) => true,
+                _ => continue,
+            };
+            if value == self.terms.deciding {
+                return (decided(value), 0);
+            }
+            left &= !(1 << term);
+        }
+        match left {
+            0 => (decided(!self.terms.deciding), 0),
+            _ => (Class::Partial, left),
         }
     }
 
-    fn keeps(&mut self, q: u32, kv: u32) -> bool {
-        let q = self.position(q);
-        self.bound.point(&Point { score: 0.0, b: self.b, h: self.h, q, kv: kv.cast_signed() });
-        self.bound.output(0).bools().first() == Some(&true)
+    fn pattern(&mut self, pairs: &Pairs, open: Open) -> Option<Pattern> {
+        let shifting = *self.shifting.get_or_insert_with(|| self.terms.shifting(self.last));
+        if open & !shifting == 0 {
+            return Some(Pattern::Diagonal(open, i64::from(pairs.q[0]) - i64::from(pairs.kv[0])));
+        }
+        if self.orders.len() >= ORDERS {
+            return None;
+        }
+        let order = self.order(open, open);
+        let order = &self.orders[order];
+        if let Some(values) = self.constants(&order.columns) {
+            return Some(Pattern::Rows(open, pairs.q[0], values));
+        }
+        let values = self.constants(&order.rows)?;
+        Some(Pattern::Columns(open, pairs.kv[0], values))
+    }
+
+    fn keeps(&mut self, q: u32, kv: u32, open: Open) -> bool {
+        // The range of one position mostly is one value, and cheaper than a row of one.
+        match self.range(&Pairs { q: [q, q + 1], kv: [kv, kv + 1] }, open) {
+            (Class::Full, _) => true,
+            (Class::Empty, _) => false,
+            (Class::Partial, _) => self.mask_row(q, [kv, kv + 1]).first() == Some(&true),
+        }
     }
 
     fn row(&mut self, q: u32, kv: [u32; 2]) -> (bool, bool) {

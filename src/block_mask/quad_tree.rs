@@ -1,7 +1,9 @@
 //! Finds the classes of all blocks and tiles of one matrix by asking about as few boxes as possible.
 
 use super::lists::{Cells, Rect};
+use super::terms::Open;
 use super::tile_map::{Class, TileMap};
+use std::collections::HashMap;
 
 /// A box of pairs: rows `[q0, q1)` and columns `[kv0, kv1)`, counted in rows and columns of the
 /// matrix (q_offset not added).
@@ -25,15 +27,33 @@ impl Pairs {
     }
 }
 
-/// What the quad-tree asks about a mask.
+/// What the quad-tree asks about a mask. `open` is the set of terms that a box around this one left
+/// open.
 pub(crate) trait Elements {
-    /// The class of a box as far as range analysis knows it: `Partial` when it does not.
-    fn range(&mut self, pairs: &Pairs) -> Class;
+    /// The set of all terms.
+    fn all(&self) -> Open;
+    /// The class of a box as far as range analysis knows it, `Partial` when it does not, and the terms
+    /// that are still open in it.
+    fn range(&mut self, pairs: &Pairs, open: Open) -> (Class, Open);
+    /// What the pairs of a box follow from, if it is less than the whole box: boxes of one size and pattern
+    /// keep the same pairs. The box must be the one whose range was asked last.
+    fn pattern(&mut self, pairs: &Pairs, open: Open) -> Option<Pattern>;
     /// Whether one pair is kept.
-    fn keeps(&mut self, q: u32, kv: u32) -> bool;
+    fn keeps(&mut self, q: u32, kv: u32, open: Open) -> bool;
     /// Whether `(some, every)` pair of a stretch of one row is kept. May stop early once some pair is
     /// kept and some is not.
     fn row(&mut self, q: u32, kv: [u32; 2]) -> (bool, bool);
+}
+
+/// What the pairs of a box follow from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Pattern {
+    /// The open terms and q - kv.
+    Diagonal(Open, i64),
+    /// The open terms, q, and values that are constant in the box, as their hash.
+    Rows(Open, u32, u64),
+    /// The open terms, kv, and values that are constant in the box, as their hash.
+    Columns(Open, u32, u64),
 }
 
 /// The geometry of one matrix of blocks.
@@ -88,10 +108,11 @@ impl Grid {
 /// The tree starts at the smallest power of two of blocks that covers the matrix, so that boxes line
 /// up with the chunks over which captured tensors are summarised.
 pub(crate) fn classify(grid: &Grid, mask: &mut impl Elements) -> Cells {
-    let mut tree = Tree { grid, mask, cells: Cells::default() };
+    let open = mask.all();
+    let mut tree = Tree { grid, mask, cells: Cells::default(), patterns: HashMap::new() };
     let [rows, columns] = grid.blocks();
     if rows > 0 && columns > 0 {
-        tree.blocks(0, 0, rows.max(columns).next_power_of_two());
+        tree.blocks(0, 0, rows.max(columns).next_power_of_two(), open);
     }
     tree.cells
 }
@@ -100,11 +121,13 @@ struct Tree<'a, M> {
     grid: &'a Grid,
     mask: &'a mut M,
     cells: Cells,
+    /// The maps of whole blocks by what they follow from.
+    patterns: HashMap<Pattern, TileMap>,
 }
 
 impl<M: Elements> Tree<'_, M> {
     /// Blocks `[row, row + size) x [column, column + size)`, as far as they exist.
-    fn blocks(&mut self, row: u32, column: u32, size: u32) {
+    fn blocks(&mut self, row: u32, column: u32, size: u32, open: Open) {
         let [rows, columns] = self.grid.blocks();
         if row >= rows || column >= columns {
             return;
@@ -113,22 +136,40 @@ impl<M: Elements> Tree<'_, M> {
             rows: [row, rows.min(row.saturating_add(size))],
             columns: [column, columns.min(column.saturating_add(size))],
         };
-        match self.mask.range(&self.grid.pairs(rect.rows, rect.columns)) {
-            Class::Empty => {}
-            Class::Full => self.cells.full.push(rect),
-            Class::Partial if size == 1 => self.block(row, column),
-            Class::Partial => {
+        let pairs = self.grid.pairs(rect.rows, rect.columns);
+        match self.mask.range(&pairs, open) {
+            (Class::Empty, _) => {}
+            (Class::Full, _) => self.cells.full.push(rect),
+            (Class::Partial, open) if size == 1 => self.block(row, column, &pairs, open),
+            (Class::Partial, open) => {
                 // This order visits the columns of each row, and the rows of each column, ascending.
                 let half = size / 2;
-                self.blocks(row, column, half);
-                self.blocks(row, column + half, half);
-                self.blocks(row + half, column, half);
-                self.blocks(row + half, column + half, half);
+                self.blocks(row, column, half, open);
+                self.blocks(row, column + half, half, open);
+                self.blocks(row + half, column, half, open);
+                self.blocks(row + half, column + half, half, open);
             }
         }
     }
 
-    fn block(&mut self, row: u32, column: u32) {
+    fn block(&mut self, row: u32, column: u32, pairs: &Pairs, open: Open) {
+        let whole = [pairs.rows(), pairs.columns()] == self.grid.block;
+        let pattern = if whole { self.mask.pattern(pairs, open) } else { None };
+        let map = match pattern.and_then(|pattern| self.patterns.get(&pattern)) {
+            Some(&map) => map,
+            None => self.map(row, column, open),
+        };
+        if let Some(pattern) = pattern {
+            self.patterns.insert(pattern, map);
+        }
+        if map == self.grid.filled(row, column, Class::Full) {
+            self.cells.full.push(Rect { rows: [row, row + 1], columns: [column, column + 1] });
+        } else if map != TileMap::EMPTY {
+            self.cells.partial.push((row, column, map));
+        }
+    }
+
+    fn map(&mut self, row: u32, column: u32, open: Open) -> TileMap {
         let mut map = TileMap::EMPTY;
         for r in [0, 2] {
             for c in [0, 2] {
@@ -136,7 +177,7 @@ impl<M: Elements> Tree<'_, M> {
                 if pairs.is_empty() {
                     continue;
                 }
-                let class = self.mask.range(&pairs);
+                let (class, open) = self.mask.range(&pairs, open);
                 if class == Class::Empty {
                     continue;
                 }
@@ -146,37 +187,38 @@ impl<M: Elements> Tree<'_, M> {
                         continue;
                     }
                     let class = match class {
-                        Class::Partial => settle(self.mask, &pairs),
+                        Class::Partial => settle_open(self.mask, &pairs, open),
                         known => known,
                     };
                     map = map.with(r as usize, c as usize, class);
                 }
             }
         }
-        if map == self.grid.filled(row, column, Class::Full) {
-            self.cells.full.push(Rect { rows: [row, row + 1], columns: [column, column + 1] });
-        } else if map != TileMap::EMPTY {
-            self.cells.partial.push((row, column, map));
-        }
+        map
     }
 }
 
 /// The exact class of a box: ranges, then corners, then elements.
 pub(crate) fn settle(mask: &mut impl Elements, pairs: &Pairs) -> Class {
-    match mask.range(pairs) {
-        Class::Partial => {}
-        known => return known,
-    }
+    let open = mask.all();
+    settle_open(mask, pairs, open)
+}
+
+fn settle_open(mask: &mut impl Elements, pairs: &Pairs, open: Open) -> Class {
+    let open = match mask.range(pairs, open) {
+        (Class::Partial, open) => open,
+        (known, _) => return known,
+    };
     let mut seen = Seen::default();
     let (q, kv) = (pairs.q, pairs.kv);
     for (q, kv) in [(q[0], kv[0]), (q[1] - 1, kv[1] - 1), (q[0], kv[1] - 1), (q[1] - 1, kv[0])] {
         if seen.both() {
             break;
         }
-        seen.add(mask.keeps(q, kv));
+        seen.add(mask.keeps(q, kv, open));
     }
     if !seen.both() {
-        scan(mask, pairs, &mut seen);
+        scan(mask, pairs, open, &mut seen);
     }
     match seen {
         Seen { kept: true, dropped: true } => Class::Partial,
@@ -209,7 +251,7 @@ const SCAN: u64 = 1024;
 ///
 /// Halves along the longer side, as long as a half is decided by its range or is too big to scan:
 /// a boundary that only a few rows or columns touch is found in a logarithm of steps.
-fn scan(mask: &mut impl Elements, pairs: &Pairs, seen: &mut Seen) {
+fn scan(mask: &mut impl Elements, pairs: &Pairs, open: Open, seen: &mut Seen) {
     let (rows, columns) = (pairs.rows(), pairs.columns());
     let big = u64::from(rows) * u64::from(columns) > SCAN;
     if rows == 1 && !big {
@@ -222,8 +264,8 @@ fn scan(mask: &mut impl Elements, pairs: &Pairs, seen: &mut Seen) {
         let middle = pairs.kv[0] + columns / 2;
         [Pairs { kv: [pairs.kv[0], middle], ..*pairs }, Pairs { kv: [middle, pairs.kv[1]], ..*pairs }]
     };
-    let classes = [mask.range(&halves[0]), mask.range(&halves[1])];
-    for class in classes {
+    let found = halves.map(|half| mask.range(&half, open));
+    for (class, _) in found {
         match class {
             Class::Empty => seen.dropped = true,
             Class::Full => seen.kept = true,
@@ -233,12 +275,12 @@ fn scan(mask: &mut impl Elements, pairs: &Pairs, seen: &mut Seen) {
     if seen.both() {
         return;
     }
-    if classes == [Class::Partial; 2] && !big {
+    if found.map(|(class, _)| class) == [Class::Partial; 2] && !big {
         return scan_rows(mask, pairs, seen);
     }
-    for (class, half) in classes.iter().zip(&halves) {
-        if *class == Class::Partial && !seen.both() {
-            scan(mask, half, seen);
+    for ((class, open), half) in found.into_iter().zip(&halves) {
+        if class == Class::Partial && !seen.both() {
+            scan(mask, half, open, seen);
         }
     }
 }

@@ -273,17 +273,7 @@ impl Program {
     pub fn bind_ranges<'a>(&'a self, env: &Env<'a>) -> Result<Ranges<'a>> {
         let captures = self.captures.iter().map(|d| env.capture(d)).collect::<Result<Vec<_>>>()?;
         let scalars = self.scalars.iter().map(|d| env.scalar(d)).collect::<Result<Vec<_>>>()?;
-        let functions = self.steps.iter().map(|s| s.record::<f32>().map(|r| r.range)).collect();
-        let ranges = vec![Range::of(0.0, 0.0); self.steps.len()];
-        Ok(Ranges {
-            program: self,
-            functions,
-            captures,
-            scalars,
-            ranges,
-            q_len: env.q_len,
-            kv_len: env.kv_len,
-        })
+        Ok(Ranges::new(self, captures, &scalars, [env.q_len, env.kv_len]))
     }
 
     /// The outputs at one point, with `F` (f32 or f64) for f32. To evaluate at many points, [`Program::bind`] once.
@@ -430,12 +420,30 @@ fn gather<F: Float>(capture: &Capture, index: &[&[i32]], out: &mut Column<F>) {
 /// A [`Program`] ready for range analysis; calls do not allocate. One per thread.
 pub struct Ranges<'a> {
     program: &'a Program,
-    functions: Vec<Option<RangeFn>>,
     captures: Vec<(&'a Capture, Option<&'a dyn CaptureRanges>)>,
-    scalars: Vec<Value>,
+    steps: Vec<RangeStep>,
+    /// The steps that change from box to box.
+    varying: Vec<u32>,
     ranges: Vec<Range>,
-    q_len: i32,
-    kv_len: i32,
+}
+
+/// How the range of one operation follows from a box: what [`Step`] says, without the expression.
+#[derive(Debug, Clone, Copy)]
+enum RangeStep {
+    /// Known before any box is.
+    Fixed,
+    Input(Input),
+    /// An element of a capture; the indices are at the first `rank` of `args`.
+    Gather {
+        capture: u32,
+        args: [u32; MAX_ARGS],
+        rank: u8,
+        float: bool,
+    },
+    Call {
+        function: RangeFn,
+        args: [u32; 3],
+    },
 }
 
 impl fmt::Debug for Ranges<'_> {
@@ -444,7 +452,84 @@ impl fmt::Debug for Ranges<'_> {
     }
 }
 
-impl Ranges<'_> {
+impl<'a> Ranges<'a> {
+    fn new(
+        program: &'a Program,
+        captures: Vec<(&'a Capture, Option<&'a dyn CaptureRanges>)>,
+        scalars: &[Value],
+        [q_len, kv_len]: [i32; 2],
+    ) -> Ranges<'a> {
+        let mut out = Ranges {
+            program,
+            captures,
+            steps: Vec::with_capacity(program.steps.len()),
+            varying: Vec::new(),
+            ranges: Vec::with_capacity(program.steps.len()),
+        };
+        for (i, step) in program.steps.iter().enumerate() {
+            let args = step.args();
+            let fixed = args.iter().all(|a| matches!(out.steps[*a as usize], RangeStep::Fixed));
+            let (made, range) = match step.expr.op() {
+                Op::Const(value) => (RangeStep::Fixed, Range::value(*value)),
+                Op::Scalar(_) => (RangeStep::Fixed, Range::value(scalars[step.source as usize])),
+                Op::Input(Input::QLen) => (RangeStep::Fixed, Range::value(Value::I32(q_len))),
+                Op::Input(Input::KvLen) => (RangeStep::Fixed, Range::value(Value::I32(kv_len))),
+                Op::Input(input) => (RangeStep::Input(*input), Range::all(step.expr.ty())),
+                Op::Gather(_) => {
+                    let float = step.expr.ty() == Type::F32;
+                    let rank = args.len() as u8;
+                    let made = RangeStep::Gather { capture: step.source, args: step.args, rank, float };
+                    (made, Range::all(step.expr.ty()))
+                }
+                _ => match step.record::<f32>() {
+                    Some(record) => {
+                        let at = |i: usize| args.get(i).copied().unwrap_or(args[0]);
+                        let made = RangeStep::Call { function: record.range, args: [at(0), at(1), at(2)] };
+                        (made, Range::all(step.expr.ty()))
+                    }
+                    None => (RangeStep::Fixed, Range::all(step.expr.ty())),
+                },
+            };
+            out.steps.push(made);
+            out.ranges.push(range);
+            match made {
+                RangeStep::Fixed => {}
+                RangeStep::Gather { .. } | RangeStep::Call { .. } if fixed => {
+                    out.ranges[i] = out.step(made);
+                    out.steps[i] = RangeStep::Fixed;
+                }
+                _ => out.varying.push(i as u32),
+            }
+        }
+        out
+    }
+
+    /// The range of a gather or a call, from those of its arguments.
+    fn step(&self, step: RangeStep) -> Range {
+        match step {
+            RangeStep::Gather { capture, args, rank, float } => {
+                let mut index = [(0, 0); MAX_ARGS];
+                let (capture, ranges) = self.captures[capture as usize];
+                for ((slot, arg), dim) in index.iter_mut().zip(args).zip(capture.shape()) {
+                    let range = self.ranges[arg as usize];
+                    let last = (dim - 1) as f64;
+                    *slot = (range.lo.clamp(0.0, last) as i64, range.hi.clamp(0.0, last) as i64);
+                }
+                let index = &index[..rank as usize];
+                let found = match ranges {
+                    Some(ranges) => ranges.range(index),
+                    None => scan(capture, index),
+                };
+                if float { range::float(found.lo, found.hi, found.nan) } else { found }
+            }
+            RangeStep::Call { function, args } => {
+                let [a, b, c] = args.map(|arg| self.ranges[arg as usize]);
+                function(a, b, c)
+            }
+            RangeStep::Fixed | RangeStep::Input(_) => Range::all(Type::F32),
+        }
+    }
+
     /// Finds what every operation may give when the position lies in `at` and the score is any number;
     /// returns the range of the first output.
     pub fn range(&mut self, at: &IndexBox) -> Range {
@@ -453,50 +538,74 @@ impl Ranges<'_> {
 
     /// The same when the score is known to lie in `score`.
     pub fn range_with_score(&mut self, at: &IndexBox, score: Range) -> Range {
+        let varying = std::mem::take(&mut self.varying);
+        self.follow(&varying, at, score);
+        self.varying = varying;
+        self.output(0)
+    }
+
+    /// Finds what the operations of an [`Ranges::order`] may give.
+    pub(crate) fn range_in(&mut self, order: &[u32], at: &IndexBox) {
+        self.follow(order, at, Range::all(Type::F32));
+    }
+
+    fn follow(&mut self, order: &[u32], at: &IndexBox, score: Range) {
         let pair = |(lo, hi): (i32, i32)| Range::of(lo.into(), hi.into());
-        for (i, step) in self.program.steps.iter().enumerate() {
-            self.ranges[i] = match step.expr.op() {
-                Op::Const(value) => Range::value(*value),
-                Op::Scalar(_) => Range::value(self.scalars[step.source as usize]),
-                Op::Input(Input::Score) => score,
-                Op::Input(Input::Batch) => pair(at.b),
-                Op::Input(Input::Head) => pair(at.h),
-                Op::Input(Input::Q) => pair(at.q),
-                Op::Input(Input::Kv) => pair(at.kv),
-                Op::Input(Input::QLen) => Range::value(Value::I32(self.q_len)),
-                Op::Input(Input::KvLen) => Range::value(Value::I32(self.kv_len)),
-                Op::Gather(_) => {
-                    let mut index = [(0, 0); MAX_ARGS];
-                    let (capture, ranges) = self.captures[step.source as usize];
-                    for ((slot, arg), dim) in index.iter_mut().zip(step.args()).zip(capture.shape()) {
-                        let range = self.ranges[*arg as usize];
-                        let last = (dim - 1) as f64;
-                        *slot = (range.lo.clamp(0.0, last) as i64, range.hi.clamp(0.0, last) as i64);
-                    }
-                    let index = &index[..step.args().len()];
-                    let found = match ranges {
-                        Some(ranges) => ranges.range(index),
-                        None => scan(capture, index),
-                    };
-                    if step.expr.ty() == Type::F32 {
-                        range::float(found.lo, found.hi, found.nan)
-                    } else {
-                        found
-                    }
-                }
-                _ => {
-                    let args = step.args();
-                    let a = self.ranges[args[0] as usize];
-                    let b = args.get(1).map_or(a, |b| self.ranges[*b as usize]);
-                    let c = args.get(2).map_or(a, |c| self.ranges[*c as usize]);
-                    match self.functions[i] {
-                        Some(function) => function(a, b, c),
-                        None => Range::all(step.expr.ty()),
-                    }
-                }
+        for &i in order {
+            let step = self.steps[i as usize];
+            self.ranges[i as usize] = match step {
+                RangeStep::Input(Input::Score) => score,
+                RangeStep::Input(Input::Batch) => pair(at.b),
+                RangeStep::Input(Input::Head) => pair(at.h),
+                RangeStep::Input(Input::Q) => pair(at.q),
+                RangeStep::Input(_) => pair(at.kv),
+                _ => self.step(step),
             };
         }
-        self.output(0)
+    }
+
+    /// The operations that the outputs in the set `outputs` (bit `i` for output `i`, of the first 64) follow from and
+    /// that change from box to box.
+    pub(crate) fn order(&self, outputs: u64) -> Vec<u32> {
+        let mut needed = vec![false; self.steps.len()];
+        for (i, output) in self.program.outputs.iter().enumerate().take(64) {
+            needed[*output as usize] |= outputs >> i & 1 == 1;
+        }
+        for (i, step) in self.program.steps.iter().enumerate().rev() {
+            if needed[i] {
+                step.args().iter().for_each(|arg| needed[*arg as usize] = true);
+            }
+        }
+        self.varying.iter().copied().filter(|i| needed[*i as usize]).collect()
+    }
+
+    /// Where `input` comes in: the operations, of those that the outputs in the set follow from, that read it and not
+    /// `other`, and whose value goes on to one that reads both or is an output.
+    pub(crate) fn sources(&self, outputs: u64, input: Input, other: Input) -> Vec<u32> {
+        let reads = |i: u32, input| self.program.steps[i as usize].expr.inputs().contains(input);
+        let mut found: Vec<u32> = Vec::new();
+        let mut seen = vec![false; self.steps.len()];
+        let chosen = self.program.outputs.iter().enumerate().take(64).filter(|(i, _)| outputs >> i & 1 == 1);
+        let mut left: Vec<u32> = chosen.map(|(_, at)| *at).collect();
+        while let Some(i) = left.pop() {
+            if std::mem::replace(&mut seen[i as usize], true) || !reads(i, input) {
+                continue;
+            }
+            if reads(i, other) {
+                left.extend(self.program.steps[i as usize].args());
+            } else {
+                found.push(i);
+            }
+        }
+        found
+    }
+
+    /// The value of operation `i` in the last call that computed it, if there is only one. A range of f32 does not tell
+    /// -0 from 0, so it never has only one.
+    pub(crate) fn constant(&self, i: u32) -> Option<f64> {
+        let range = self.ranges[i as usize];
+        let exact = self.program.steps[i as usize].expr.ty() != Type::F32;
+        (exact && range.lo == range.hi).then_some(range.lo)
     }
 
     /// The ranges of all operations in the last call.

@@ -3,10 +3,12 @@
 use super::{capturing, refused};
 use crate::error::Error;
 use crate::expr::{Capture, MaskMod};
+use std::collections::HashMap;
 
 /// Tokens of one document: `doc[q] == doc[kv]`, by the document's id for each token.
 ///
-/// Ids may be in any order; tokens of one id see each other wherever they are.
+/// Ids may be in any order; tokens of one id see each other wherever they are. The mask numbers documents anew, in the
+/// order in which they appear.
 ///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};
@@ -16,7 +18,8 @@ use crate::expr::{Capture, MaskMod};
 /// # Ok::<(), flexattn::Error>(())
 /// ```
 pub fn document(ids: &[i32]) -> MaskMod {
-    capturing(Capture::i32("doc", ids, &[ids.len()]), |i, doc| doc.at([i.q()]).eq(doc.at([i.kv()])))
+    let ids = numbered(ids);
+    capturing(Capture::i32("doc", &ids, &[ids.len()]), |i, doc| doc.at([i.q()]).eq(doc.at([i.kv()])))
 }
 
 /// [`document`] with ids for each batch entry: `doc[b, q] == doc[b, kv]`, `ids` being `[batch, tokens]`
@@ -38,9 +41,28 @@ pub fn document_per_batch(ids: &[i32], batch: usize) -> MaskMod {
             &format!("must divide the {} ids; give as many for each entry", ids.len()),
         );
     }
-    capturing(Capture::i32("doc", ids, &[batch, ids.len() / batch]), |i, doc| {
+    let ids: Vec<i32> = ids.chunks_exact((ids.len() / batch).max(1)).flat_map(numbered).collect();
+    capturing(Capture::i32("doc", &ids, &[batch, ids.len() / batch]), |i, doc| {
         doc.at([i.batch(), i.q()]).eq(doc.at([i.batch(), i.kv()]))
     })
+}
+
+/// The ids with the first one to appear as 0, the next as 1 and so on: the same mask, and whatever the ids
+/// were, those of packed documents ascend, so that ranges tell documents apart.
+fn numbered(ids: &[i32]) -> Vec<i32> {
+    let mut numbers = HashMap::new();
+    let mut last = None;
+    ids.iter()
+        .map(|&id| match last {
+            Some((before, number)) if before == id => number,
+            _ => {
+                let next = numbers.len() as i32;
+                let number = *numbers.entry(id).or_insert(next);
+                last = Some((id, number));
+                number
+            }
+        })
+        .collect()
 }
 
 /// [`document`] from the offsets at which documents begin, with the end of the last: document `d` is
