@@ -102,3 +102,18 @@ template <int N> inline vec<Elem, N> read(device const Elem* row, uint column, u
   }
   return x;
 }
+
+// The same to memory, rounded to the element type.
+template <int N> inline void write(device Elem* row, uint column, uint columns, vec<float, N> x) {
+  vec<Elem, N> rounded;
+  for (uint i = 0; i < N; i++) {
+    Elem y;
+    narrow(x[i], y);
+    rounded[i] = y;
+  }
+  if (ALIGNED) {
+    if (column < columns) *(device vec<Elem, N>*)(row + column) = rounded;
+  } else {
+    for (uint i = 0; i < N; i++) if (column + i < columns) row[column + i] = rounded[i];
+  }
+}

@@ -38,25 +38,25 @@ inline void stage_q(threadgroup vec<Elem, 4>* tiles, Rows rows, uint row0, uint 
   }
 }
 
-inline void load_q(thread Fragment* q, threadgroup const vec<Elem, 4>* tiles, Rows rows, uint row0, uint row, uint group, uint lane) {
+// Left operands of row `row` of the threadgroup, which is at `at` in device memory.
+inline void load_q(thread Fragment* q, threadgroup const vec<Elem, 4>* tiles, device const Elem* at, uint row, uint group, uint lane) {
   uint column = group * K_COLUMNS + K_PACK * lane_col(lane);
   if (Q_STAGED) {
-    threadgroup const Elem* at = (threadgroup const Elem*)(tiles + KV_TILE / 4u) + row * Q_STRIDE + column - Q_GROUPS * K_COLUMNS;
-    left(q, *(threadgroup const vec<Elem, K_PACK>*)at, *(threadgroup const vec<Elem, K_PACK>*)(at + K_PACK));
+    threadgroup const Elem* tile = (threadgroup const Elem*)(tiles + KV_TILE / 4u) + row * Q_STRIDE + column - Q_GROUPS * K_COLUMNS;
+    left(q, *(threadgroup const vec<Elem, K_PACK>*)tile, *(threadgroup const vec<Elem, K_PACK>*)(tile + K_PACK));
   } else {
-    device const Elem* at = rows.first + ulong(min(row0 + row, rows.count - 1u)) * rows.stride;
     left(q, read<K_PACK>(at, column, HEAD_DIM), read<K_PACK>(at, column + K_PACK, HEAD_DIM));
   }
 }
 
-inline void load_k(thread Fragment* k, threadgroup const vec<Elem, 4>* tiles, Rows rows, uint kv, uint fragment, uint group, uint lane) {
-  threadgroup const Elem* at = (threadgroup const Elem*)tiles + (8u * fragment + lane_col(lane)) * KV_STRIDE +
+inline void load_k(thread Fragment* k, threadgroup const vec<Elem, 4>* tiles, Rows rows, uint kv, uint j, uint group, uint lane) {
+  threadgroup const Elem* at = (threadgroup const Elem*)tiles + (8u * j + lane_col(lane)) * KV_STRIDE +
                                group % (STAGE / K_COLUMNS) * K_COLUMNS + K_PACK * lane_row(lane);
   right(k, *(threadgroup const vec<Elem, K_PACK>*)at, *(threadgroup const vec<Elem, K_PACK>*)(at + KV_STRIDE));
 }
 
-inline void load_v(thread Fragment* v, threadgroup const vec<Elem, 4>* tiles, Rows rows, uint kv, uint fragment, uint group, uint lane) {
-  threadgroup const Elem* at = (threadgroup const Elem*)tiles + (8u * fragment + lane_row(lane)) * KV_STRIDE +
+inline void load_v(thread Fragment* v, threadgroup const vec<Elem, 4>* tiles, Rows rows, uint kv, uint j, uint group, uint lane) {
+  threadgroup const Elem* at = (threadgroup const Elem*)tiles + (8u * j + lane_row(lane)) * KV_STRIDE +
                                group % (STAGE / V_COLUMNS) * V_COLUMNS + V_PACK * (lane_col(lane) / 2u);
   right(v, *(threadgroup const vec<Elem, V_PACK>*)at);
 }

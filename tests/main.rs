@@ -9,3 +9,4 @@ mod expr;
 mod gpu;
 mod kernels;
 mod masks;
+mod metal;

@@ -26,7 +26,9 @@ pub const WGSL_FILES: &[(&str, &str)] = &[
 
 /// Name and text of every file in `msl/`.
 pub const MSL_FILES: &[(&str, &str)] = &[
+    ("attend.metal", include_str!("../../msl/attend.metal")),
     ("common.metal", include_str!("../../msl/common.metal")),
+    ("decode.metal", include_str!("../../msl/decode.metal")),
     ("forward.metal", include_str!("../../msl/forward.metal")),
     ("load_direct.metal", include_str!("../../msl/load_direct.metal")),
     ("load_staged.metal", include_str!("../../msl/load_staged.metal")),

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use flexattn::{Error, Result};
@@ -127,14 +128,18 @@ fn clang_run(arguments: &[OsString]) -> Result<(), String> {
     Err(String::from_utf8_lossy(&output.stderr).into_owned())
 }
 
+/// Part of a file name that no other thread or process uses.
+fn unique() -> String {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    format!("{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed))
+}
+
 /// Writes a file of this name that is complete when it appears, even with several writers.
 fn produce(path: &Path, write: impl FnOnce(&Path) -> Result<(), String>) -> Result<(), String> {
-    static COUNT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
     if path.exists() {
         return Ok(());
     }
-    let number = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-    let draft = path.with_extension(format!("draft-{}-{number}", std::process::id()));
+    let draft = path.with_extension(format!("draft-{}", unique()));
     write(&draft)?;
     std::fs::rename(&draft, path).map_err(|error| format!("{}: {error}", path.display()))
 }
@@ -196,7 +201,7 @@ impl Kernel {
         let object = folder.join(format!("{key:032x}.so"));
         let shared_list = folder.join(format!("{key:032x}.shared"));
         if !object.exists() || !shared_list.exists() {
-            let source = folder.join(format!("{key:032x}-{}.metal", std::process::id()));
+            let source = folder.join(format!("{key:032x}-{}.metal", unique()));
             let ir = source.with_extension("ll");
             let code = source.with_extension("o");
             let marked =
@@ -259,7 +264,7 @@ fn runtime_object(folder: &Path) -> Result<PathBuf, String> {
     let key = xxh3_128([RUNTIME, &machine_flags().join(" ")].join("\0").as_bytes());
     let object = folder.join(format!("runtime-{key:032x}.o"));
     produce(&object, |path| {
-        let source = folder.join(format!("runtime-{key:032x}-{}.cpp", std::process::id()));
+        let source = folder.join(format!("runtime-{key:032x}-{}.cpp", unique()));
         std::fs::write(&source, RUNTIME).map_err(|error| error.to_string())?;
         let result = clang_run(&arguments(
             &[machine_flags(), &["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-c"]],

@@ -19,7 +19,34 @@ use crate::wgsl::{SIZES, Translated, translate};
 pub struct Emulator {
     profile: Profile,
     math: Math,
+    mutation: Option<Mutation>,
     shared: Arc<Shared>,
+}
+
+/// A mistake that is put into a kernel's text, to see whether it is noticed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mutation {
+    /// The text that is replaced.
+    pub from: String,
+    /// By what.
+    pub to: String,
+    /// Which of its occurrences, from 0.
+    pub nth: usize,
+}
+
+impl Mutation {
+    /// The text with the mistake in it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`] when the text does not have that occurrence.
+    pub fn apply(&self, text: &str) -> Result<String> {
+        let at = text.match_indices(&self.from).nth(self.nth).map(|(at, _)| at);
+        let at = at.ok_or_else(|| {
+            Error::unsupported(format!("`{}` is not there {} times", self.from, self.nth + 1))
+        })?;
+        Ok([&text[..at], &self.to, &text[at + self.from.len()..]].concat())
+    }
 }
 
 #[derive(Debug, Default)]
@@ -89,13 +116,19 @@ impl Emulator {
             limits,
             ..Profile::floor(tier)
         };
-        Ok(Self { profile, math: Math::Precise, shared: Arc::default() })
+        Ok(Self { profile, math: Math::Precise, mutation: None, shared: Arc::default() })
     }
 
     /// The same with Metal's default float semantics.
     #[must_use]
     pub fn with_math(self, math: Math) -> Self {
         Self { math, shared: Arc::default(), ..self }
+    }
+
+    /// The same with a mistake in the text of every kernel.
+    #[must_use]
+    pub fn with_mutation(self, mutation: Mutation) -> Self {
+        Self { mutation: Some(mutation), shared: Arc::default(), ..self }
     }
 
     /// Runs every dispatch in all schedules and demands equal results.
@@ -119,17 +152,14 @@ impl Emulator {
         if let Some(compiled) = lock(&self.shared.kernels).get(&spec.key()) {
             return Ok(compiled.clone());
         }
-        let compiled = if spec.metal.is_some() {
-            let text = spec.text(Language::Msl)?;
-            Compiled {
-                kernel: Kernel::compile_as(&text, self.math)?,
-                entry: spec.entry().into(),
-                sized: Vec::new(),
-            }
+        let (text, entry, sized) = if spec.metal.is_some() {
+            (spec.text(Language::Msl)?, spec.entry().to_owned(), Vec::new())
         } else {
             let Translated { text, entry, sized } = translate(&spec.text(Language::Wgsl)?, spec.entry())?;
-            Compiled { kernel: Kernel::compile_as(&text, self.math)?, entry, sized }
+            (text, entry, sized)
         };
+        let text = self.mutation.as_ref().map_or(Ok(text.clone()), |mutation| mutation.apply(&text))?;
+        let compiled = Compiled { kernel: Kernel::compile_as(&text, self.math)?, entry, sized };
         Ok(lock(&self.shared.kernels).entry(spec.key()).or_insert(Arc::new(compiled)).clone())
     }
 

@@ -31,11 +31,13 @@ mod compile;
 mod emulator;
 mod instrument;
 mod launch;
+mod lint;
 mod measure;
 mod signature;
 mod wgsl;
 
 pub use compile::{Kernel, Math, clang};
-pub use emulator::{Emulator, Record};
+pub use emulator::{Emulator, Mutation, Record};
 pub use launch::{Bound, Counters, Memory, MmaOrder, Options, Outcome, Problem, Report, Schedule};
+pub use lint::{Violation, lint};
 pub use measure::{Case, Kernels, Measurement, cycles};

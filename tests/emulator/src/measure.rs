@@ -104,12 +104,21 @@ impl Case {
     pub fn measure(&self) -> Result<Vec<Measurement>> {
         let emulator = self.kernels.emulator()?;
         emulator.set_options(Options { count_unique: true, ..Options::default() });
+        self.measure_on(&emulator)
+    }
+
+    /// The same on an emulator with options of its own.
+    ///
+    /// # Errors
+    ///
+    /// As [`Case::measure`].
+    pub fn measure_on(&self, emulator: &Emulator) -> Result<Vec<Measurement>> {
         let &Self { dtype, q_heads, kv_heads, q_len, kv_len, head_dim, .. } = self;
         let shapes =
             [[1, q_heads, q_len, head_dim], [1, kv_heads, kv_len, head_dim], [1, kv_heads, kv_len, head_dim]];
         let [q, k, v] = [0, 1, 2].map(|i| numbers(shapes[i].iter().product(), i as u64 + 1, dtype));
         let tensor = |values: &[f32], shape: [usize; 4]| {
-            let tensor = Tensor::zeros(&emulator, dtype, shape)?;
+            let tensor = Tensor::zeros(emulator, dtype, shape)?;
             tensor.buffer().write(0, &dtype.narrow(values));
             Ok::<_, Error>(tensor)
         };
@@ -121,7 +130,7 @@ impl Case {
         if let Some(score) = &self.score {
             attention = attention.score_mod(score.clone());
         }
-        let output = attention.forward(&emulator, &tq, &tk, &tv)?;
+        let output = attention.forward(emulator, &tq, &tk, &tv)?;
 
         let shape = AttentionShape::new(
             &Layout::contiguous(shapes[0])?,

@@ -3,7 +3,7 @@
 use std::error::Error;
 
 use flexattn::kernels::Loader;
-use flexattn::{DType, Params, masks, scores};
+use flexattn::{DType, Params, Tier, masks, scores};
 use flexattn_emulator::{Case, Kernels, Measurement};
 use lexopt::prelude::*;
 use serde_json::{Value as Json, json};
@@ -12,9 +12,11 @@ const USAGE: &str = "\
 usage: cargo xtask emulate [--kernel forward|decode] [--loader staged|direct|portable|subgroup] [--dtype f16|bf16|f32]
                            [--head-dim D] [--seq N] [--kv-len N] [--q-heads H] [--kv-heads H]
                            [--mask NAME] [--score NAME] [--json]
+       cargo xtask emulate --table
 
 Runs the kernel's Metal text in the emulator, checks the result, and prints what it did: one line per dispatch.
 forward: N queries, N keys (512). decode: one query, N keys (4096), 8 query heads on 2 key heads, head dim 128.
+--table prints the rows of docs/metal-counters.md.
 ";
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -36,6 +38,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             Long("mask") => mask = arguments.value()?.string()?,
             Long("score") => score = Some(arguments.value()?.string()?),
             Long("json") => as_json = true,
+            Long("table") => return table(),
             Long("help") | Short('h') => {
                 print!("{USAGE}");
                 return Ok(());
@@ -81,6 +84,55 @@ fn main() -> Result<(), Box<dyn Error>> {
             println!("{} {}", measurement.record.entry, measurement.record.label);
             for (name, value) in line.as_object().into_iter().flatten() {
                 println!("  {name:<24} {value}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The rows of docs/metal-counters.md: 512 queries, 512 keys, one head, f16.
+fn table() -> Result<(), Box<dyn Error>> {
+    let kernels = [
+        Kernels::Msl(Loader::Staged),
+        Kernels::Msl(Loader::Direct),
+        Kernels::Wgsl(Tier::Subgroup),
+        Kernels::Wgsl(Tier::Portable),
+    ];
+    println!(
+        "| kernels | case | threads | TG memory | MMA / needed | device read / minimum | TG read, write per MMA \
+         | barriers per 32x32 | exp / score | fp / score | conversions / score | utilisation |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|---|---|---|");
+    for kernels in kernels {
+        for head_dim in [64, 128] {
+            for (name, mask, score) in [
+                ("dense", None, None),
+                ("causal", Some(masks::causal()), None),
+                ("causal, alibi", Some(masks::causal()), Some(scores::alibi(1))),
+            ] {
+                let case = Case { mask, score, ..Case::square(kernels, DType::F16, 512, head_dim) };
+                for measured in case.measure()? {
+                    let c = &measured.record.counters;
+                    let needed = measured.mma_minimum as f64;
+                    let mma = if c.mma > 0 { c.mma as f64 } else { needed };
+                    // Scores that the mask needs, as in the notes on other kernels.
+                    let scores = needed * 1024.0 / (4.0 * head_dim as f64);
+                    println!(
+                        "| {} | D{head_dim} {name} | {} | {} | {:.3} | {:.3} | {:.0}, {:.0} | {:.2} | {:.3} | {:.2} | {:.2} | {:.3} |",
+                        kernels.name(),
+                        measured.record.threads,
+                        measured.record.threadgroup_memory,
+                        c.mma as f64 / needed,
+                        measured.device_read() as f64 / measured.device_read_minimum as f64,
+                        c.threadgroup_read as f64 / mma,
+                        c.threadgroup_write as f64 / mma,
+                        c.barriers as f64 / measured.kv_tiles as f64,
+                        c.transcendentals as f64 / scores,
+                        c.fp as f64 / scores,
+                        c.conversions as f64 / scores,
+                        measured.model_utilisation(),
+                    );
+                }
             }
         }
     }
