@@ -193,9 +193,12 @@ impl KernelSpec {
 
     /// The same as a Metal kernel, if `msl/` has it; otherwise as it was.
     pub fn on_metal(self, loader: Loader) -> Self {
-        let file = format!("{}.metal", self.kernel.file());
-        let there = MSL_FILES.iter().any(|(name, _)| *name == file);
-        let metal = there.then(|| MslTile::choose(loader, self.dtype, self.head_dim, self.v_dim));
+        let tile = match self.kernel.file() {
+            "forward" => MslTile::choose,
+            "decode" => MslTile::decode,
+            _ => return Self { metal: None, ..self },
+        };
+        let metal = Some(tile(loader, self.dtype, self.head_dim, self.v_dim));
         Self { metal, ..self }
     }
 

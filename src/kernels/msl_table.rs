@@ -183,6 +183,19 @@ impl MslTile {
         }
     }
 
+    /// The tile of the decode kernel: one simdgroup, which has 8 packed rows and a part of the keys of its
+    /// own. The time goes into reading k and v, each byte once, so they come straight from device memory
+    /// on every chip; what differs is how many registers there are.
+    pub fn decode(loader: Loader, dtype: DType, head_dim: u32, v_dim: u32) -> Self {
+        let tile = Self::choose(Loader::Direct, dtype, head_dim, v_dim);
+        let v_chunk = if loader == Loader::Staged { tile.v_chunk.min(256) } else { tile.v_chunk };
+        let mut tile = Self { simdgroups: 1, v_chunk, ..tile };
+        while tile.registers() > loader.registers() && tile.q_groups > 1 {
+            tile.q_groups -= 1;
+        }
+        tile
+    }
+
     /// Query rows of a threadgroup.
     pub const fn tile_q(&self) -> u32 {
         8 * self.row_fragments * self.simdgroups

@@ -17,6 +17,7 @@ struct Case {
     q_offset: i32,
     split_len: usize,
     dtype: DType,
+    loader: Loader,
     mask: Option<MaskMod>,
     sinks: bool,
 }
@@ -35,6 +36,7 @@ impl Case {
             q_offset: kv_len as i32 - 1,
             split_len: 128,
             dtype: DType::F16,
+            loader: Loader::Direct,
             mask: None,
             sinks: false,
         }
@@ -120,10 +122,8 @@ fn check(case: &Case) -> Option<[Counters; 2]> {
     let packed = block_mask.tables(lists_at).unwrap();
     tables.extend(&packed.words);
 
-    let mut tile = MslTile::choose(Loader::Direct, dtype, head_dim as u32, v_dim as u32);
+    let tile = MslTile::decode(case.loader, dtype, head_dim as u32, v_dim as u32);
     let rows = q_heads / kv_heads * q_len;
-    tile.simdgroups = 1;
-    tile.row_fragments = (rows.div_ceil(8) as u32).min(2);
     let splits = kv_len.div_ceil(split_len) as u32;
     let groups = splits * (rows as u32).div_ceil(tile.tile_q()) * (kv_heads * batch) as u32;
     let view =
@@ -245,6 +245,7 @@ fn every_shape_agrees_with_the_reference() {
     check(&Case { q_heads: 6, kv_heads: 2, batch: 2, q_len: 4, ..Case::step(260, 32) });
     check(&Case { q_heads: 16, kv_heads: 1, q_len: 3, ..Case::step(100, 64) });
     check(&Case { head_dim: 576, v_dim: 512, q_heads: 2, kv_heads: 1, ..Case::step(100, 0) });
+    check(&Case { head_dim: 576, v_dim: 512, loader: Loader::Staged, ..Case::step(100, 0) });
     check(&Case { sinks: true, ..Case::step(100, 64) });
 }
 
