@@ -41,6 +41,10 @@ pub enum Language {
 pub enum Kernel {
     /// out, lse and max of all query rows; needs nothing beyond core WebGPU.
     Forward,
+    /// O, m and l of few query rows over one part of many keys.
+    DecodeSplit,
+    /// The parts of [`Kernel::DecodeSplit`] weighed: out, lse and max.
+    DecodeCombine,
     /// lse with sinks, and delta = rowsum(out * dout) less the gradient of lse: what the other gradient
     /// kernels need of each row.
     Delta,
@@ -62,6 +66,8 @@ impl Kernel {
     /// All of them.
     pub const ALL: &[Kernel] = &[
         Kernel::Forward,
+        Kernel::DecodeSplit,
+        Kernel::DecodeCombine,
         Kernel::Delta,
         Kernel::Dsink,
         Kernel::Dq,
@@ -75,6 +81,7 @@ impl Kernel {
     pub const fn file(self) -> &'static str {
         match self {
             Kernel::Forward => "forward",
+            Kernel::DecodeSplit | Kernel::DecodeCombine => "decode",
             Kernel::Delta | Kernel::Dsink => "delta",
             Kernel::Dq | Kernel::Dkv => "backward",
             Kernel::CapturedRows | Kernel::CapturedColumns | Kernel::CapturedScatter => "captured",
@@ -85,6 +92,8 @@ impl Kernel {
     pub const fn entry(self) -> &'static str {
         match self {
             Kernel::Forward => "forward",
+            Kernel::DecodeSplit => "split",
+            Kernel::DecodeCombine => "combine",
             Kernel::Delta => "delta",
             Kernel::Dsink => "dsink",
             Kernel::Dq => "dq",
@@ -98,7 +107,7 @@ impl Kernel {
     /// Whether it computes gradients, from q, k, v and dout.
     pub const fn is_backward(self) -> bool {
         match self {
-            Kernel::Forward => false,
+            Kernel::Forward | Kernel::DecodeSplit | Kernel::DecodeCombine => false,
             Kernel::Delta
             | Kernel::Dsink
             | Kernel::Dq
@@ -263,6 +272,10 @@ impl KernelSpec {
         let input = if self.pooled { ReadWrite } else { Read };
         match self.kernel {
             Kernel::Forward => [input, input, input, ReadWrite, ReadWrite, Read, Read, Read, Uniform],
+            // Split writes partials and combine reads them, so out never meets q, k and v.
+            Kernel::DecodeSplit | Kernel::DecodeCombine => {
+                [Read, Read, Read, ReadWrite, ReadWrite, Read, Read, Read, Uniform]
+            }
             Kernel::Delta
             | Kernel::Dsink
             | Kernel::Dq
@@ -307,7 +320,7 @@ impl KernelSpec {
             if let Some(half) = half {
                 fill.slot_file("half", half, files)?;
             }
-            if self.pooled && !self.kernel.is_backward() {
+            if self.pooled && self.kernel == Kernel::Forward {
                 for binding in ["q", "k", "v"] {
                     fill.writable(binding)?;
                 }
@@ -378,7 +391,7 @@ impl KernelSpec {
 
     fn constants(&self) -> Vec<(&'static str, u32)> {
         match self.kernel {
-            Kernel::Forward => vec![
+            Kernel::Forward | Kernel::DecodeSplit | Kernel::DecodeCombine => vec![
                 ("INFO", self.layout.info_len() as u32),
                 ("HEAD_DIM", self.head_dim),
                 ("V_DIM", self.v_dim),
@@ -417,7 +430,7 @@ pub fn all_specs() -> Vec<KernelSpec> {
                 for (f16, pooled) in [(F16::Packed, false), (F16::Native, false), (F16::Packed, true)] {
                     let aligned = head_dim % 4 == 0 && v_dim % 4 == 0;
                     if f16 == F16::Native && (dtype != DType::F16 || !aligned)
-                        || pooled && row.kernel.is_backward()
+                        || pooled && row.kernel != Kernel::Forward
                     {
                         continue;
                     }

@@ -13,6 +13,7 @@
 
 mod backward;
 mod captures;
+mod decode;
 mod lists;
 mod split;
 
@@ -231,9 +232,6 @@ pub fn forward(call: &Forward<'_>, profile: &Profile, cache: &Cache) -> Result<P
     let mods = captures::Mods::new(call.mask, call.score)?;
     let packed = lock(&cache.captures).pack(&mods)?;
     let lists = lists::of(call, cache)?;
-    let kernel = forward_kernel(profile.tier);
-    let spec = cache.spec(call, &mods, kernel, profile)?;
-
     let mut constants = Vec::new();
     let (tables, places) = lists.with_tail(call, shape);
     constants.push(tables);
@@ -244,17 +242,12 @@ pub fn forward(call: &Forward<'_>, profile: &Profile, cache: &Cache) -> Result<P
 
     let rows = shape.rows() as u64;
     let lse_at = if call.lse { 0 } else { NONE };
-    let max_at = if !call.max { NONE } else { if call.lse { rows as u32 } else { 0 } };
+    let max_at = match (call.max, call.lse) {
+        (false, _) => NONE,
+        (true, false) => 0,
+        (true, true) => rows as u32,
+    };
     let stats = rows * (u64::from(call.lse) + u64::from(call.max));
-
-    let tile_q = spec.tile_q();
-    let tiles = (shape.q_len as u64).div_ceil(u64::from(tile_q));
-    let groups = u32::try_from(tiles * shape.q_heads as u64 * shape.batch as u64).map_err(|_| {
-        Error::overflow(format!(
-            "q_len {} in tiles of {tile_q}, {} heads and batch {} make more than 2^32 workgroups; split the call by batch",
-            shape.q_len, shape.q_heads, shape.batch
-        ))
-    })?;
 
     let base = Params {
         batch: shape.batch as u32,
@@ -280,8 +273,36 @@ pub fn forward(call: &Forward<'_>, profile: &Profile, cache: &Cache) -> Result<P
         ..Params::default()
     };
     let info = packed.info(&mods)?;
-
+    let last = [
+        Slot::whole(if stats > 0 { Source::Stats } else { Source::Unwritten }),
+        Slot::whole(Source::Constant(0)),
+        Slot::whole(captures.unwrap_or(Source::Unread)),
+        Slot::whole(packed.large.clone().map_or(Source::Unread, Source::Capture)),
+    ];
     let work = lists.pairs(shape) * (shape.head_dim + shape.v_dim) as f64;
+
+    if decode::applies(call, profile) {
+        let [split, combine] = decode::KERNELS;
+        let split = cache.spec(call, Some(&mods), split, profile)?;
+        let parts = decode::parts(call, profile, split.tile_q());
+        if let Some(piece) = decode::whole(call, profile, &parts, work) {
+            let combine = cache.spec(call, None, combine, profile)?;
+            let launches = decode::Launches { profile, parts, piece, base, info: &info, slots: last };
+            let (passes, scratch) = launches.passes(split, combine)?;
+            return Ok(Plan { passes, constants, scratch: vec![scratch], stats });
+        }
+    }
+
+    let spec = cache.spec(call, Some(&mods), forward_kernel(profile.tier), profile)?;
+    let tile_q = spec.tile_q();
+    let tiles = (shape.q_len as u64).div_ceil(u64::from(tile_q));
+    let groups = u32::try_from(tiles * shape.q_heads as u64 * shape.batch as u64).map_err(|_| {
+        Error::overflow(format!(
+            "q_len {} in tiles of {tile_q}, {} heads and batch {} make more than 2^32 workgroups; split the call by batch",
+            shape.q_len, shape.q_heads, shape.batch
+        ))
+    })?;
+
     let cutter = split::Cutter { call, profile, tiles: tiles as u32, tile_q, groups, work };
     let mut passes = Vec::new();
     for piece in cutter.pieces()? {
@@ -299,10 +320,7 @@ pub fn forward(call: &Forward<'_>, profile: &Profile, cache: &Cache) -> Result<P
             *view = placed;
             slots.push(slot);
         }
-        slots.push(Slot::whole(if stats > 0 { Source::Stats } else { Source::Unwritten }));
-        slots.push(Slot::whole(Source::Constant(0)));
-        slots.push(Slot::whole(captures.clone().unwrap_or(Source::Unread)));
-        slots.push(Slot::whole(packed.large.clone().map_or(Source::Unread, Source::Capture)));
+        slots.extend(last.iter().cloned());
         let mut bytes = bytemuck::bytes_of(&params).to_vec();
         bytes.extend_from_slice(bytemuck::cast_slice(&info));
         passes.push(Pass { spec: spec.clone(), slots, params: bytes, grid, work: piece.work });
@@ -406,15 +424,18 @@ impl Forward<'_> {
 impl Cache {
     const MAX_SPECS: usize = 64;
 
+    /// The kernel of a call, with its mods or without any.
     fn spec(
         &self,
         call: &Forward<'_>,
-        mods: &captures::Mods<'_>,
+        mods: Option<&captures::Mods<'_>>,
         kernel: Kernel,
         profile: &Profile,
     ) -> Result<Arc<KernelSpec>> {
         let dims = [call.shape.head_dim as u32, call.shape.v_dim as u32];
         let aligned = call.aligned();
+        let pooled = call.pooled && kernel == Kernel::Forward;
+        let (score, mask) = (call.score.filter(|_| mods.is_some()), call.mask.filter(|_| mods.is_some()));
         // On the CPU behind a GPU interface, unpacking words beats 16-bit loads (measured: 1.6x).
         let native = profile.f16 && call.dtype == DType::F16 && aligned && !profile.software;
         let key = SpecKey {
@@ -429,10 +450,10 @@ impl Cache {
                 Loader::Staged
             }),
             aligned,
-            pooled: call.pooled,
-            score: call.score.map(ScoreMod::hash),
-            mask: call.mask.map(MaskMod::hash),
-            large: mods.large.as_deref().map(str::to_owned),
+            pooled,
+            score: score.map(ScoreMod::hash),
+            mask: mask.map(MaskMod::hash),
+            large: mods.and_then(|mods| mods.large.as_deref()).map(str::to_owned),
             terms: Vec::new(),
         };
         let (f16, tile, metal) = (key.f16, key.tile, key.metal);
@@ -446,13 +467,13 @@ impl Cache {
                 tile,
                 metal: None,
                 aligned,
-                pooled: call.pooled,
+                pooled,
                 mods: lower::Mods {
-                    score: call.score.map(|score| score.expr().clone()),
-                    mask: call.mask.map(|mask| mask.expr().clone()),
+                    score: score.map(|score| score.expr().clone()),
+                    mask: mask.map(|mask| mask.expr().clone()),
                     ..lower::Mods::default()
                 },
-                layout: mods.layout.clone(),
+                layout: mods.map_or_else(lower::Layout::default, |mods| mods.layout.clone()),
             };
             match metal {
                 Some(loader) => spec.on_metal(loader),
@@ -576,3 +597,6 @@ impl Plan {
         runtime.create("lse and max", 4 * self.stats, Usage::Tensor).map(Some)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -229,6 +229,69 @@ fn decode_steps_on_the_gpu_reuse_buffers_and_bind_groups() {
 }
 
 #[test]
+fn few_queries_over_many_keys_are_cut_into_parts_and_combined() {
+    let Some(gpu) = gpu() else { return };
+    // (q heads, kv heads, q_len, kv_len, head_dim, v_dim)
+    for (q_heads, kv_heads, q_len, kv_len, e, ev) in
+        [(8, 2, 1, 1300, 32, 32), (2, 2, 3, 700, 24, 10), (6, 1, 5, 2100, 64, 128)]
+    {
+        let [q, k, v] = [(1, q_heads, q_len, e), (2, kv_heads, kv_len, e), (3, kv_heads, kv_len, ev)]
+            .map(|(seed, heads, len, dim)| values(seed, 2 * heads * len * dim));
+        let on = |data: &[f32], heads, len, dim| gpu.tensor(data, [2, heads, len, dim]).unwrap();
+        let [q_on, k_on, v_on] =
+            [on(&q, q_heads, q_len, e), on(&k, kv_heads, kv_len, e), on(&v, kv_heads, kv_len, ev)];
+        let offset = (kv_len - q_len) as i32;
+        let attention = Attention::new().q_offset(offset).with_max(true);
+        let by_head = MaskMod::new(|i| (i.kv() % 3).ne(i.head() % 3));
+        for (mask, keep) in [
+            (causal(), (|_, q, kv| q >= kv) as fn(usize, i32, i32) -> bool),
+            (causal() & by_head, |h, q, kv| q >= kv && kv % 3 != h as i32 % 3),
+            (MaskMod::new(|i| i.kv().lt(130)), |_, _, kv| kv < 130),
+            (MaskMod::new(|i| i.kv().lt(0)), |_, _, _| false),
+        ] {
+            let output = attention.clone().mask_mod(mask).forward(&gpu, &q_on, &k_on, &v_on).unwrap();
+            let (out, lse) = naive(
+                [&q, &k, &v],
+                [2, q_heads, kv_heads],
+                [q_len, kv_len],
+                [e, ev],
+                1.0 / (e as f64).sqrt(),
+                |h, q, kv| keep(h, q + offset, kv),
+                same,
+            );
+            close(&output.out.read().unwrap(), &out, 2e-6);
+            close(&output.lse.unwrap().read().unwrap(), &lse, 1e-5);
+            let max = output.max.unwrap().read().unwrap();
+            assert!(max.iter().zip(&lse).all(|(&max, &lse)| f64::from(max) <= lse + 1e-5));
+        }
+        let plan = attention
+            .plan(&gpu, [&q_on, &k_on, &v_on, &on(&vec![0.0; 2 * q_heads * q_len * ev], q_heads, q_len, ev)])
+            .unwrap();
+        assert_eq!(plan.passes.len(), 2, "a split and a combine");
+    }
+}
+
+#[test]
+fn decode_takes_half_precision_sinks_and_lengths_of_each_entry() {
+    let Some(gpu) = gpu() else { return };
+    let q: Vec<half::f16> = values(1, 2 * 4 * 16).into_iter().map(half::f16::from_f32).collect();
+    let kv: Vec<half::f16> = values(2, 2 * 2 * 600 * 16).into_iter().map(half::f16::from_f32).collect();
+    let q_on = gpu.tensor(&q, [2, 4, 1, 16]).unwrap();
+    let kv_on = gpu.tensor(&kv, [2, 2, 600, 16]).unwrap();
+    let attention = Attention::new().kv_len([600, 0]).sinks([0.5, -1.0, 2.0, 0.0]);
+    let output = attention.forward(&gpu, &q_on, &kv_on, &kv_on).unwrap();
+    let [q, kv] = [&q, &kv].map(|half| half.iter().map(|x| x.to_f32()).collect::<Vec<f32>>());
+    let (mut out, mut lse) = naive([&q[..4 * 16], &kv, &kv], [1, 4, 2], [1, 600], [16, 16], 0.25, all, same);
+    for (h, sink) in [0.5, -1.0, 2.0, 0.0].into_iter().enumerate() {
+        out[h * 16..(h + 1) * 16].iter_mut().for_each(|x| *x /= 1.0 + f64::exp(sink - lse[h]));
+    }
+    out.extend([0.0; 4 * 16]);
+    lse.extend([f64::NEG_INFINITY; 4]);
+    close(&output.out.read().unwrap(), &out, 2e-4);
+    close(&output.lse.unwrap().read().unwrap(), &lse, 1e-5);
+}
+
+#[test]
 fn dropped_tensors_leave_the_bind_group_cache() {
     let Some(gpu) = gpu() else { return };
     let attention = Attention::new();

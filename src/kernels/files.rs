@@ -5,6 +5,7 @@ pub const WGSL_FILES: &[(&str, &str)] = &[
     ("backward.wgsl", include_str!("../../wgsl/backward.wgsl")),
     ("captured.wgsl", include_str!("../../wgsl/captured.wgsl")),
     ("common.wgsl", include_str!("../../wgsl/common.wgsl")),
+    ("decode.wgsl", include_str!("../../wgsl/decode.wgsl")),
     ("delta.wgsl", include_str!("../../wgsl/delta.wgsl")),
     ("forward.wgsl", include_str!("../../wgsl/forward.wgsl")),
     ("half_bf16.wgsl", include_str!("../../wgsl/half_bf16.wgsl")),

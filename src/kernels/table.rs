@@ -77,6 +77,12 @@ const fn forward(
     TileRow { kernel: Kernel::Forward, adapter, element, head_dim, v_dim, tile }
 }
 
+/// The row of a decode kernel: 16 packed query rows.
+const fn decode(kernel: Kernel, element: u32, dims: [u32; 2], chunk: u32, v_rows: u32) -> TileRow {
+    let tile = Tile { threads: 64, rows: 2, columns: 4, chunk, v_rows, stages: 0 };
+    TileRow { kernel, adapter: Adapter::Any, element, head_dim: dims[0], v_dim: dims[1], tile }
+}
+
 /// The rows of a gradient kernel. 3 stages only where a chunk is a whole row.
 const fn gradient(kernel: Kernel, element: u32, up_to: u32, chunk: u32, stages: u32) -> TileRow {
     let tile = Tile { threads: 64, rows: 4, columns: 4, chunk, v_rows: 0, stages };
@@ -105,6 +111,26 @@ pub const TILES: &[TileRow] = &[
     forward(Adapter::Any, 2, [ANY, 128], 4, 16, 16),
     forward(Adapter::Any, 2, [ANY, 256], 4, 16, 8),
     forward(Adapter::Any, 2, [ANY, 512], 2, 16, 8),
+    decode(Kernel::DecodeSplit, 4, [32, 64], 8, 16),
+    decode(Kernel::DecodeSplit, 4, [ANY, 64], 16, 32),
+    decode(Kernel::DecodeSplit, 4, [ANY, 128], 16, 16),
+    decode(Kernel::DecodeSplit, 4, [ANY, 256], 16, 8),
+    decode(Kernel::DecodeSplit, 4, [ANY, 512], 16, 4),
+    decode(Kernel::DecodeSplit, 2, [32, 64], 8, 32),
+    decode(Kernel::DecodeSplit, 2, [64, 64], 16, 32),
+    decode(Kernel::DecodeSplit, 2, [ANY, 128], 32, 32),
+    decode(Kernel::DecodeSplit, 2, [ANY, 256], 32, 16),
+    decode(Kernel::DecodeSplit, 2, [ANY, 512], 32, 8),
+    decode(Kernel::DecodeCombine, 4, [32, 64], 8, 16),
+    decode(Kernel::DecodeCombine, 4, [ANY, 64], 16, 32),
+    decode(Kernel::DecodeCombine, 4, [ANY, 128], 16, 16),
+    decode(Kernel::DecodeCombine, 4, [ANY, 256], 16, 8),
+    decode(Kernel::DecodeCombine, 4, [ANY, 512], 16, 4),
+    decode(Kernel::DecodeCombine, 2, [32, 64], 8, 32),
+    decode(Kernel::DecodeCombine, 2, [64, 64], 16, 32),
+    decode(Kernel::DecodeCombine, 2, [ANY, 128], 32, 32),
+    decode(Kernel::DecodeCombine, 2, [ANY, 256], 32, 16),
+    decode(Kernel::DecodeCombine, 2, [ANY, 512], 32, 8),
     gradient(Kernel::Delta, 4, 1024, 0, 0),
     gradient(Kernel::Dsink, 4, 1024, 0, 0),
     gradient(Kernel::Delta, 2, 1024, 0, 0),
@@ -192,7 +218,8 @@ impl Tile {
     /// Bytes of workgroup memory that the kernel declares.
     pub(super) fn workgroup_memory(&self, kernel: Kernel, dtype: DType, v_dim: u32) -> u32 {
         match kernel {
-            Kernel::Forward => {
+            // Both decode entries are in one file, and what it declares counts.
+            Kernel::Forward | Kernel::DecodeSplit | Kernel::DecodeCombine => {
                 let stride = self.chunk | 1;
                 let q = self.tile_q() * stride;
                 let kv = (8 * self.columns * stride).max(self.v_rows * 8 * v_dim.div_ceil(32));

@@ -1,0 +1,119 @@
+//! Few queries over many keys: the keys are cut into parts that run side by side, and the query heads
+//! that share a kv head go together, so that k and v are read once.
+
+use super::split::{Cutter, Piece};
+use super::{Forward, Pass, Role, Scratch, Slot, Source, fold};
+use crate::error::Result;
+use crate::kernels::{Kernel, KernelSpec, Params};
+use crate::runtime::{Profile, Tier};
+use std::sync::Arc;
+
+/// How a call is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Parts {
+    /// Parts of the keys.
+    pub(super) splits: u32,
+    /// Keys of a part, a multiple of 128.
+    pub(super) split_len: u32,
+    /// Tiles of the packed query rows of a kv head.
+    pub(super) tiles: u32,
+    /// Bytes of what the parts leave.
+    pub(super) bytes: u64,
+}
+
+/// Whether a call takes the decode kernels. Decided by shapes alone, not by kv_len, so that a cache
+/// that fills up keeps its kernels.
+pub(super) fn applies(call: &Forward<'_>, profile: &Profile) -> bool {
+    let shape = &call.shape;
+    profile.tier != Tier::Cpu
+        // The kernels look at the first row of a block's tiles only.
+        && (1..=32).contains(&shape.q_len)
+        && shape.group() * shape.q_len <= 64
+        && shape.kv_len >= 512
+        && shape.batch > 0
+}
+
+/// Cuts the call; `tile_q` is how many packed rows a workgroup takes.
+pub(super) fn parts(call: &Forward<'_>, profile: &Profile, tile_q: u32) -> Parts {
+    let shape = &call.shape;
+    let tiles = ((shape.group() * shape.q_len) as u32).div_ceil(tile_q);
+    let alone = (shape.batch * shape.kv_heads) as u64 * u64::from(tiles);
+    let longest = call.kv_len.iter().copied().max().unwrap_or(0).max(1);
+    // Enough workgroups to fill the machine; a part has 256 keys at least, or combining costs more.
+    let wanted: u64 = if profile.software { 16 } else { 256 };
+    let most = u64::from(longest.div_ceil(256)).min(128);
+    let splits = (wanted / alone.max(1)).clamp(1, most) as u32;
+    let split_len = longest.div_ceil(splits).next_multiple_of(128);
+    let splits = longest.div_ceil(split_len);
+    let bytes = 4 * shape.rows() as u64 * u64::from(splits) * (shape.v_dim as u64 + 2);
+    Parts { splits, split_len, tiles, bytes }
+}
+
+/// The launches over one piece that is the whole call; none when the tensors need several windows,
+/// which the forward kernel then goes through.
+pub(super) fn whole(call: &Forward<'_>, profile: &Profile, parts: &Parts, work: f64) -> Option<Piece> {
+    let shape = &call.shape;
+    let groups = (shape.batch * shape.q_heads) as u32;
+    let cutter = Cutter { call, profile, tiles: 1, tile_q: shape.q_len as u32, groups, work };
+    let mut pieces = cutter.pieces().ok()?;
+    let fits = pieces.len() == 1 && parts.bytes <= profile.limits.storage_binding;
+    if fits { pieces.pop() } else { None }
+}
+
+/// What the two launches share.
+pub(super) struct Launches<'a> {
+    pub(super) profile: &'a Profile,
+    pub(super) parts: Parts,
+    pub(super) piece: Piece,
+    pub(super) base: Params,
+    pub(super) info: &'a [[u32; 4]],
+    /// Statistics, tables, captures, the capture in place.
+    pub(super) slots: [Slot; 4],
+}
+
+impl Launches<'_> {
+    pub(super) fn passes(
+        mut self,
+        split: Arc<KernelSpec>,
+        combine: Arc<KernelSpec>,
+    ) -> Result<(Vec<Pass>, Scratch)> {
+        let Parts { splits, split_len, tiles, bytes } = self.parts;
+        self.base.splits = splits;
+        self.base.split_len = split_len;
+        let [q, k, v, out] = [Role::Q, Role::K, Role::V, Role::Out].map(|role| self.piece.window(role));
+        [self.base.q, self.base.k, self.base.v, self.base.out] = [q.1, k.1, v.1, out.1];
+        let scratch = Scratch { label: "decode parts", bytes };
+        let partials = Slot { source: Source::Scratch(0), offset: 0, size: bytes };
+        let [stats, tables, captures, large] = self.slots.clone();
+        let unread = || Slot::whole(Source::Unread);
+        let unwritten = Slot::whole(Source::Unwritten);
+        let split_groups = splits * tiles * self.base.kv_heads * self.base.batch;
+        let rows = self.base.batch * self.base.q_heads * self.base.q_len;
+        let passes = vec![
+            self.pass(
+                split,
+                vec![q.0, k.0, v.0, partials.clone(), unwritten, tables.clone(), captures, large],
+                split_groups,
+                self.piece.work,
+            )?,
+            self.pass(
+                combine,
+                vec![partials, unread(), unread(), out.0, stats, tables, unread(), unread()],
+                rows,
+                bytes as f64 / 4.0,
+            )?,
+        ];
+        Ok((passes, scratch))
+    }
+
+    fn pass(&self, spec: Arc<KernelSpec>, slots: Vec<Slot>, groups: u32, work: f64) -> Result<Pass> {
+        let grid = fold(groups, self.profile.limits.workgroups)?;
+        let params = Params { groups, first_group: 0, fold: grid[0], ..self.base };
+        let mut bytes = bytemuck::bytes_of(&params).to_vec();
+        bytes.extend_from_slice(bytemuck::cast_slice(self.info));
+        Ok(Pass { spec, slots, params: bytes, grid, work })
+    }
+}
+
+/// The kernels, in order.
+pub(super) const KERNELS: [Kernel; 2] = [Kernel::DecodeSplit, Kernel::DecodeCombine];

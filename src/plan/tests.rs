@@ -1,0 +1,161 @@
+//! Plans without any device.
+
+use super::*;
+use crate::expr::Capture;
+use crate::masks;
+use crate::runtime::Limits;
+
+fn operand(layout: Layout) -> Operand {
+    Operand { layout, buffer: layout.end() as u64 * 4 }
+}
+
+struct Sizes {
+    batch: usize,
+    heads: [usize; 2],
+    lengths: [usize; 2],
+    dim: usize,
+}
+
+/// A call on contiguous f32 tensors.
+fn plan(sizes: &Sizes, profile: &Profile, cache: &Cache, mask: Option<&MaskMod>) -> Result<Plan> {
+    let Sizes { batch, heads: [q_heads, kv_heads], lengths: [q_len, kv_len], dim } = *sizes;
+    let q = Layout::contiguous([batch, q_heads, q_len, dim])?;
+    let k = Layout::contiguous([batch, kv_heads, kv_len, dim])?;
+    let shape = AttentionShape::new(&q, &k, &k)?;
+    let call = Forward {
+        shape,
+        dtype: DType::F32,
+        q: operand(q),
+        k: operand(k),
+        v: operand(k),
+        out: operand(q),
+        pooled: false,
+        scale: shape.scale(),
+        q_offset: &vec![0; batch],
+        kv_len: &vec![kv_len as u32; batch],
+        sinks: None,
+        mask,
+        score: None,
+        block_mask: None,
+        lse: true,
+        max: false,
+    };
+    forward(&call, profile, cache)
+}
+
+fn params(pass: &Pass) -> Params {
+    *bytemuck::from_bytes(&pass.params[..size_of::<Params>()])
+}
+
+#[test]
+fn launches_cover_every_workgroup_once() {
+    let sizes = Sizes { batch: 3, heads: [4, 2], lengths: [4096, 4096], dim: 64 };
+    let profile = Profile { software: true, ..Profile::floor(Tier::Portable) };
+    let plan = plan(&sizes, &profile, &Cache::default(), None).unwrap();
+    assert!(plan.passes.len() > 1);
+    let mut next = 0;
+    for pass in &plan.passes {
+        let params = params(pass);
+        assert_eq!(params.first_group, next);
+        let [x, y, z] = pass.grid;
+        assert!(x * y * z >= params.groups - params.first_group && params.fold == x);
+        assert!(pass.work <= Plan::budget(&profile));
+        next = params.groups;
+    }
+    let tile_q = plan.passes[0].spec.tile_q();
+    assert_eq!(next, 3 * 4 * 4096 / tile_q);
+    let all = 3.0 * 4.0 * 4096.0 * 4096.0 * 128.0;
+    assert!((plan.work() / all - 1.0).abs() < 1e-6);
+}
+
+#[test]
+fn causal_is_about_half_the_work_and_the_cpu_is_never_cut() {
+    let sizes = Sizes { batch: 1, heads: [1, 1], lengths: [4096, 4096], dim: 64 };
+    let cpu = Profile::floor(Tier::Cpu);
+    let [dense, causal] =
+        [None, Some(&masks::causal())].map(|mask| plan(&sizes, &cpu, &Cache::default(), mask).unwrap());
+    assert_eq!(dense.passes.len(), 1);
+    let ratio = causal.work() / dense.work();
+    assert!((0.5..0.55).contains(&ratio), "{ratio}");
+}
+
+#[test]
+fn bindings_stay_within_the_limit_and_views_find_their_elements() {
+    let sizes = Sizes { batch: 2, heads: [4, 2], lengths: [300, 500], dim: 16 };
+    let limits = Limits { storage_binding: 40_000, ..Limits::default() };
+    let profile = Profile { limits, ..Profile::floor(Tier::Portable) };
+    let plan = plan(&sizes, &profile, &Cache::default(), None).unwrap();
+    assert!(plan.passes.len() > 4);
+    for pass in &plan.passes {
+        let params = params(pass);
+        let tile_q = pass.spec.tile_q();
+        let tiles = 300u32.div_ceil(tile_q);
+        for slot in &pass.slots[..4] {
+            assert!(slot.size <= 40_000 && slot.offset % 256 == 0, "{slot:?}");
+        }
+        for group in params.first_group..params.groups {
+            let (tile, h, b) = (group % tiles, (group / tiles) % 4, group / (tiles * 4));
+            let within = |view: [u32; 4], slot: &Slot, head: u32, row: u32| {
+                let at = view[0]
+                    .wrapping_add(b.wrapping_mul(view[1]))
+                    .wrapping_add(head * view[2])
+                    .wrapping_add(row * view[3]);
+                assert!(u64::from(at) * 4 + 64 <= slot.size, "{at} {slot:?}");
+            };
+            let last = (tile * tile_q + tile_q - 1).min(299);
+            within(params.q, &pass.slots[0], h, last);
+            within(params.out, &pass.slots[3], h, tile * tile_q);
+            within(params.k, &pass.slots[1], h / 2, 499);
+            within(params.v, &pass.slots[2], h / 2, 0);
+        }
+    }
+}
+
+#[test]
+fn a_head_longer_than_a_binding_is_refused_with_the_limit() {
+    let sizes = Sizes { batch: 1, heads: [1, 1], lengths: [1, 1000], dim: 16 };
+    let limits = Limits { storage_binding: 40_000, ..Limits::default() };
+    let profile = Profile { limits, ..Profile::floor(Tier::Portable) };
+    let error = plan(&sizes, &profile, &Cache::default(), None).unwrap_err();
+    assert!(error.is_limit() && error.to_string().contains("maxStorageBufferBindingSize"), "{error}");
+}
+
+#[test]
+fn grids_fold_at_the_limit_of_a_dimension() {
+    assert_eq!(fold(0, 65535).unwrap(), [0, 0, 1]);
+    assert_eq!(fold(65535, 65535).unwrap(), [65535, 1, 1]);
+    assert_eq!(fold(65536, 65535).unwrap(), [65535, 2, 1]);
+    assert!(fold(101, 10).unwrap_err().is_limit());
+}
+
+#[test]
+fn lists_are_never_stale_and_not_built_twice() {
+    let sizes = Sizes { batch: 1, heads: [1, 1], lengths: [256, 256], dim: 16 };
+    let profile = Profile::floor(Tier::Portable);
+    let cache = Cache::default();
+    let documents = |change: usize| -> MaskMod {
+        let ids: Vec<i32> = (0..256).map(|i| i32::from(i >= change)).collect();
+        let doc = Capture::i32("doc", &ids, &[256]).unwrap();
+        MaskMod::new(|i| doc.at([i.q()]).eq(doc.at([i.kv()])))
+    };
+    let key = |mask: &MaskMod| plan(&sizes, &profile, &cache, Some(mask)).unwrap().constants[0].key;
+    let half = key(&documents(128));
+    assert_eq!(half, key(&documents(128)), "the same content in other memory");
+    assert_ne!(half, key(&documents(64)), "other content under the same name");
+    assert_eq!(half, key(&documents(128)));
+    assert_eq!(lock(&cache.lists).len(), 2);
+    assert_eq!(lock(&cache.specs).len(), 1, "captured values are no kernel text");
+}
+
+#[test]
+fn tensors_of_two_mods_may_share_a_name_only_if_they_are_alike() {
+    let table = |values: &[f32]| Capture::f32("t", values, &[2]).unwrap();
+    let mods = |a: &[f32], b: &[f32]| {
+        let (a, b) = (table(a), table(b));
+        let mask = MaskMod::new(|i| a.at([i.q()]).gt(0.0));
+        let score = ScoreMod::new(|s| s.score() + b.at([s.kv()]));
+        captures::Mods::new(Some(&mask), Some(&score)).map(|mods| mods.captures.len())
+    };
+    assert_eq!(mods(&[1.0, 2.0], &[1.0, 2.0]).unwrap(), 1);
+    assert!(mods(&[1.0, 2.0], &[1.0, 3.0]).unwrap_err().is_capture());
+}
