@@ -88,16 +88,18 @@ fn gradients_of_every_golden_agree_on_every_tier() {
     let full = std::env::var_os("FLEXATTN_FULL").is_some();
     let files = Golden::files(Golden::directory()).unwrap();
     for gpu in tiers() {
-        let (mut compared, mut failures) = (0, Vec::new());
+        let (mut seen, mut compared, mut failures) = (0, 0, Vec::new());
         for file in &files {
             let golden = Golden::load(file).unwrap();
             if golden.gradients().is_empty() {
                 continue;
             }
+            seen += 1;
             for dtype in DType::ALL {
-                // One 16-bit type in the quick suite, by turns.
-                let turn = if compared % 2 == 0 { DType::F16 } else { DType::BF16 };
-                if !full && dtype != DType::F32 && dtype != turn {
+                // A GPU compiles kernels for each case: the quick suite has every sixth, and 16-bit
+                // types for fewer.
+                let quick = gpu.tier() == Tier::Cpu || seen % if dtype == DType::F32 { 6 } else { 30 } == 0;
+                if !full && !quick {
                     continue;
                 }
                 match gradients(&gpu, &golden, dtype) {
@@ -118,7 +120,7 @@ fn gradients_of_every_golden_agree_on_every_tier() {
                 }
             }
         }
-        assert!(compared > 180, "{compared}");
+        assert!(seen >= 60 && compared > 30, "{seen} {compared}");
         assert!(failures.is_empty(), "{}:\n{}", gpu.tier(), failures.join("\n"));
     }
 }
