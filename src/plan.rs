@@ -403,9 +403,10 @@ impl Forward<'_> {
         let places = [&self.q, &self.k, &self.v, &self.out].into_iter().all(|operand| {
             let layout = &operand.layout;
             let used = layout.shape.iter().zip(&layout.strides).take(3).filter(|&(&size, _)| size > 1);
-            layout.offset % 4 == 0 && used.map(|(_, stride)| stride).all(|stride| stride % 4 == 0)
+            layout.offset.is_multiple_of(4)
+                && used.map(|(_, stride)| stride).all(|stride| stride.is_multiple_of(4))
         });
-        places && self.shape.head_dim % 4 == 0 && self.shape.v_dim % 4 == 0
+        places && self.shape.head_dim.is_multiple_of(4) && self.shape.v_dim.is_multiple_of(4)
     }
 
     fn operand(&self, role: Role) -> &Operand {

@@ -162,7 +162,7 @@ impl<R: Runtime> Tensor<R> {
         for (from, to, len) in self.runs() {
             let at = (to * self.dtype.size()) as u64;
             let bytes: &[u8] = bytemuck::cast_slice(&data[from..from + len]);
-            if !at.is_multiple_of(4) || bytes.len() % 4 != 0 {
+            if !at.is_multiple_of(4) || !bytes.len().is_multiple_of(4) {
                 return Err(Error::buffer(format!(
                     "a run of {len} {} elements at {to} is not made of whole 32-bit words; write more rows at once or pad head_dim",
                     self.dtype

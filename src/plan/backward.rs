@@ -309,8 +309,8 @@ impl Backward<'_> {
         let layout = &self.dout.layout;
         let used = layout.shape.iter().zip(&layout.strides).take(3).filter(|&(&size, _)| size > 1);
         self.call.aligned()
-            && layout.offset % 4 == 0
-            && used.map(|(_, stride)| stride).all(|stride| stride % 4 == 0)
+            && layout.offset.is_multiple_of(4)
+            && used.map(|(_, stride)| stride).all(|stride| stride.is_multiple_of(4))
     }
 }
 
