@@ -102,32 +102,32 @@ fn goldens_agree(emulator: Option<Emulator>, dtype: DType, first: usize, step: u
 
 #[test]
 fn goldens_agree_half_staged() {
-    goldens_agree(emulator(Loader::Staged), DType::F16, 0, 1);
+    goldens_agree(emulator(Loader::Staged), DType::F16, 0, 2);
 }
 
 #[test]
 fn goldens_agree_half_direct() {
-    goldens_agree(emulator(Loader::Direct), DType::F16, 0, 2);
+    goldens_agree(emulator(Loader::Direct), DType::F16, 1, 4);
 }
 
 #[test]
 fn goldens_agree_float_staged() {
-    goldens_agree(emulator(Loader::Staged), DType::F32, 0, 4);
+    goldens_agree(emulator(Loader::Staged), DType::F32, 0, 8);
 }
 
 #[test]
 fn goldens_agree_float_direct() {
-    goldens_agree(emulator(Loader::Direct), DType::F32, 1, 4);
+    goldens_agree(emulator(Loader::Direct), DType::F32, 3, 8);
 }
 
 #[test]
 fn goldens_agree_bfloat_staged() {
-    goldens_agree(emulator(Loader::Staged), DType::BF16, 2, 4);
+    goldens_agree(emulator(Loader::Staged), DType::BF16, 5, 8);
 }
 
 #[test]
 fn goldens_agree_bfloat_direct() {
-    goldens_agree(emulator(Loader::Direct), DType::BF16, 3, 4);
+    goldens_agree(emulator(Loader::Direct), DType::BF16, 7, 8);
 }
 
 /// The WGSL kernels in the MSL that naga writes, with simdgroups of 32: what runs on a Mac in Firefox, or
@@ -138,7 +138,7 @@ fn goldens_agree_for_wgsl_at_the_width_of_an_apple_simdgroup() {
         [(Tier::Portable, DType::F16, 0), (Tier::Subgroup, DType::F16, 3), (Tier::Subgroup, DType::F32, 6)]
     {
         let emulator = Emulator::new(tier).inspect_err(|error| eprintln!("skipped: {error}")).ok();
-        goldens_agree(emulator, dtype, first, 8);
+        goldens_agree(emulator, dtype, first, 16);
     }
 }
 
@@ -146,14 +146,7 @@ fn goldens_agree_for_wgsl_at_the_width_of_an_apple_simdgroup() {
 /// NaN and infinity away: the budgets hold in all of these worlds.
 #[test]
 fn goldens_agree_whatever_the_hardware_leaves_open() {
-    let names = [
-        "large_x10",
-        "neginf_bias",
-        "causal_as_score_ninf",
-        "head_masked",
-        "d128_s48_alibi_doc",
-        "poison_reciprocal",
-    ];
+    let names = ["large_x10", "causal_as_score_ninf", "head_masked"];
     for loader in Loader::ALL {
         let Some(plain) = emulator(loader) else { return };
         for (math, perturb_exp2, mma_order) in [
