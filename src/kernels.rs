@@ -45,6 +45,8 @@ pub enum Kernel {
     DecodeSplit,
     /// The parts of [`Kernel::DecodeSplit`] weighed: out, lse and max.
     DecodeCombine,
+    /// The same with subgroup operations, for subgroups of 8 lanes and more.
+    ForwardSubgroup,
     /// lse with sinks, and delta = rowsum(out * dout) less the gradient of lse: what the other gradient
     /// kernels need of each row.
     Delta,
@@ -68,6 +70,7 @@ impl Kernel {
         Kernel::Forward,
         Kernel::DecodeSplit,
         Kernel::DecodeCombine,
+        Kernel::ForwardSubgroup,
         Kernel::Delta,
         Kernel::Dsink,
         Kernel::Dq,
@@ -82,6 +85,7 @@ impl Kernel {
         match self {
             Kernel::Forward => "forward",
             Kernel::DecodeSplit | Kernel::DecodeCombine => "decode",
+            Kernel::ForwardSubgroup => "forward_subgroup",
             Kernel::Delta | Kernel::Dsink => "delta",
             Kernel::Dq | Kernel::Dkv => "backward",
             Kernel::CapturedRows | Kernel::CapturedColumns | Kernel::CapturedScatter => "captured",
@@ -94,6 +98,7 @@ impl Kernel {
             Kernel::Forward => "forward",
             Kernel::DecodeSplit => "split",
             Kernel::DecodeCombine => "combine",
+            Kernel::ForwardSubgroup => "forward_subgroup",
             Kernel::Delta => "delta",
             Kernel::Dsink => "dsink",
             Kernel::Dq => "dq",
@@ -107,7 +112,7 @@ impl Kernel {
     /// Whether it computes gradients, from q, k, v and dout.
     pub const fn is_backward(self) -> bool {
         match self {
-            Kernel::Forward | Kernel::DecodeSplit | Kernel::DecodeCombine => false,
+            Kernel::Forward | Kernel::ForwardSubgroup | Kernel::DecodeSplit | Kernel::DecodeCombine => false,
             Kernel::Delta
             | Kernel::Dsink
             | Kernel::Dq
@@ -116,6 +121,13 @@ impl Kernel {
             | Kernel::CapturedColumns
             | Kernel::CapturedScatter => true,
         }
+    }
+}
+
+impl Kernel {
+    /// Whether it uses subgroup operations, which a device has to be asked for.
+    pub const fn uses_subgroups(self) -> bool {
+        matches!(self, Kernel::ForwardSubgroup)
     }
 }
 
@@ -271,7 +283,9 @@ impl KernelSpec {
         use BindingKind::{Read, ReadWrite, Uniform};
         let input = if self.pooled { ReadWrite } else { Read };
         match self.kernel {
-            Kernel::Forward => [input, input, input, ReadWrite, ReadWrite, Read, Read, Read, Uniform],
+            Kernel::Forward | Kernel::ForwardSubgroup => {
+                [input, input, input, ReadWrite, ReadWrite, Read, Read, Read, Uniform]
+            }
             // Split writes partials and combine reads them, so out never meets q, k and v.
             Kernel::DecodeSplit | Kernel::DecodeCombine => {
                 [Read, Read, Read, ReadWrite, ReadWrite, Read, Read, Read, Uniform]
@@ -311,6 +325,9 @@ impl KernelSpec {
             return self.msl(&file);
         }
         let mut fill = Fill::join(&file, files)?;
+        if language == Language::WgslWeb && self.kernel.uses_subgroups() {
+            fill.enable("subgroups");
+        }
         if let Language::Wgsl | Language::WgslWeb = language {
             let (load, half) = self.load_files();
             fill.slot_file("load", load, files)?;
@@ -320,7 +337,7 @@ impl KernelSpec {
             if let Some(half) = half {
                 fill.slot_file("half", half, files)?;
             }
-            if self.pooled && self.kernel == Kernel::Forward {
+            if self.pooled && matches!(self.kernel, Kernel::Forward | Kernel::ForwardSubgroup) {
                 for binding in ["q", "k", "v"] {
                     fill.writable(binding)?;
                 }
@@ -391,6 +408,13 @@ impl KernelSpec {
 
     fn constants(&self) -> Vec<(&'static str, u32)> {
         match self.kernel {
+            Kernel::ForwardSubgroup => vec![
+                ("INFO", self.layout.info_len() as u32),
+                ("HEAD_DIM", self.head_dim),
+                ("V_DIM", self.v_dim),
+                ("ROWS", self.tile.rows),
+                ("COLUMNS", self.tile.columns),
+            ],
             Kernel::Forward | Kernel::DecodeSplit | Kernel::DecodeCombine => vec![
                 ("INFO", self.layout.info_len() as u32),
                 ("HEAD_DIM", self.head_dim),
@@ -425,12 +449,12 @@ pub fn all_specs() -> Vec<KernelSpec> {
         for &dtype in DType::ALL.iter().filter(|dtype| dtype.size() as u32 == row.element) {
             // A row's largest dims, and others that are no multiple of 4.
             for (head_dim, v_dim) in
-                [(row.head_dim.min(576), row.v_dim), (row.head_dim.min(67), row.v_dim - 3)]
+                [(row.head_dim.min(576), row.v_dim.min(576)), (row.head_dim.min(67), row.v_dim.min(576) - 3)]
             {
                 for (f16, pooled) in [(F16::Packed, false), (F16::Native, false), (F16::Packed, true)] {
                     let aligned = head_dim % 4 == 0 && v_dim % 4 == 0;
                     if f16 == F16::Native && (dtype != DType::F16 || !aligned)
-                        || pooled && row.kernel != Kernel::Forward
+                        || pooled && !matches!(row.kernel, Kernel::Forward | Kernel::ForwardSubgroup)
                     {
                         continue;
                     }

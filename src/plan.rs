@@ -293,7 +293,7 @@ pub fn forward(call: &Forward<'_>, profile: &Profile, cache: &Cache) -> Result<P
         }
     }
 
-    let spec = cache.spec(call, Some(&mods), forward_kernel(profile.tier), profile)?;
+    let spec = cache.spec(call, Some(&mods), forward_kernel(call, profile), profile)?;
     let tile_q = spec.tile_q();
     let tiles = (shape.q_len as u64).div_ceil(u64::from(tile_q));
     let groups = u32::try_from(tiles * shape.q_heads as u64 * shape.batch as u64).map_err(|_| {
@@ -328,9 +328,12 @@ pub fn forward(call: &Forward<'_>, profile: &Profile, cache: &Cache) -> Result<P
     Ok(Plan { passes, constants, scratch: Vec::new(), stats })
 }
 
-/// The forward kernel of a tier.
-fn forward_kernel(tier: Tier) -> Kernel {
-    match tier {
+/// The forward kernel of a tier, as far as it has a tile for these dims.
+fn forward_kernel(call: &Forward<'_>, profile: &Profile) -> Kernel {
+    let dims = [call.shape.head_dim, call.shape.v_dim].map(|dim| dim as u32);
+    let fits = |kernel| Tile::choose(kernel, call.dtype, dims[0], dims[1], profile).is_ok();
+    match profile.tier {
+        Tier::Subgroup | Tier::CoopMatrix if fits(Kernel::ForwardSubgroup) => Kernel::ForwardSubgroup,
         Tier::Metal | Tier::CoopMatrix | Tier::Subgroup | Tier::Portable | Tier::Cpu => Kernel::Forward,
     }
 }

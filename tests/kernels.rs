@@ -1,12 +1,14 @@
 //! Kernel files and the table that fills them.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
-use flexattn::DType;
 use flexattn::expr::{Expr, Input};
 use flexattn::kernels::{
     Fill, Kernel, KernelSpec, Language, MSL_FILES, Params, TILES, WGSL_FILES, all_specs,
 };
+use flexattn::lower::{Layout, Mods};
+use flexattn::{DType, MaskMod, ScoreMod, masks, scores};
 use naga::AddressSpace;
 use naga::valid::{Capabilities, ValidationFlags, Validator};
 
@@ -72,6 +74,10 @@ fn every_head_dim_has_a_tile_within_16_kib() {
         for dtype in DType::ALL {
             for (head_dim, v_dim) in [(1, 1), (3, 5), (64, 64), (72, 80), (128, 128), (256, 256), (576, 512)]
             {
+                // The other tiers fall back to this one.
+                if kernel == Kernel::ForwardSubgroup && head_dim > 256 {
+                    continue;
+                }
                 let spec = KernelSpec::new(kernel, dtype, head_dim, v_dim, 16 << 10).unwrap();
                 assert!(spec.workgroup_memory() <= 16 << 10, "{}", spec.label());
             }
@@ -184,4 +190,54 @@ fn filler_refuses_what_does_not_match_exactly_once() {
     refused(fill.slot("t", "").unwrap_err(), "slot t is there 0 times");
     refused(fill.writable("k").unwrap_err(), "read-only buffer k is there 0 times");
     refused(Fill::join("open.wgsl", TOY).unwrap().slot("a", "").unwrap_err(), "slot a has no //@end");
+}
+
+/// The forward kernel with each prebuilt mask and score mod, by name.
+fn prebuilt_kernels() -> Vec<(&'static str, KernelSpec)> {
+    let params = flexattn::Params::new(2, 4, 96, 96);
+    let plain = KernelSpec::new(Kernel::Forward, DType::F32, 64, 64, 16 << 10).unwrap();
+    let with = |score: Option<&ScoreMod>, mask: Option<&MaskMod>| {
+        let score = score.map(|score| score.expr().clone());
+        let mask = mask.map(|mask| mask.expr().clone());
+        let layout = Layout::new(score.iter().chain(&mask), None);
+        KernelSpec { mods: Mods { score, mask, ..Mods::default() }, layout, ..plain.clone() }
+    };
+    let masks = masks::ALL.iter().map(|row| (row.name, with(None, Some(&row.build(&params).unwrap()))));
+    let scores = scores::ALL.iter().map(|row| (row.name, with(Some(&row.build(&params).unwrap()), None)));
+    masks.chain(scores).collect()
+}
+
+/// Compares a generated file with the stored one, or with UPDATE_SNAPSHOTS=1 stores it.
+fn snapshot(path: &str, text: &str) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/snapshots").join(path);
+    if std::env::var_os("UPDATE_SNAPSHOTS").is_some_and(|value| value == "1") {
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, text).unwrap();
+        return;
+    }
+    let stored = std::fs::read_to_string(&path).unwrap_or_default();
+    assert!(
+        stored == text,
+        "{} is not what is generated now; run the tests with UPDATE_SNAPSHOTS=1 and look at the difference",
+        path.display()
+    );
+}
+
+#[test]
+fn prebuilt_mods_give_the_stored_kernels_and_each_is_valid() {
+    let kernels = prebuilt_kernels();
+    let names: BTreeSet<&str> = kernels.iter().map(|(name, _)| *name).collect();
+    assert_eq!(names.len(), kernels.len(), "a mask and a score mod share a name");
+    for (name, spec) in kernels {
+        let text = spec.text(Language::Wgsl).unwrap();
+        valid_wgsl(name, &text);
+        snapshot(&format!("wgsl/{name}.wgsl"), &text);
+    }
+}
+
+#[test]
+fn browsers_get_the_subgroup_directive_and_naga_does_not() {
+    let spec = KernelSpec::new(Kernel::ForwardSubgroup, DType::F32, 64, 64, 16 << 10).unwrap();
+    assert!(spec.text(Language::WgslWeb).unwrap().starts_with("enable subgroups;\n"));
+    assert!(!spec.text(Language::Wgsl).unwrap().contains("enable subgroups"));
 }

@@ -59,32 +59,36 @@ fn pair_kinds(a: u32, b: u32) -> u32 {
   return (a & ~(3u * differ)) | differ;
 }
 
+// Moves into the next run or partial block once the current one is used up; false at the end of the list.
+fn next_block(walk: ptr<function, Walk>) -> bool {
+  while ((*walk).next >= (*walk).end) {
+    if ((*walk).run < (*walk).run_end) {
+      (*walk).next = tables[(*walk).run] * BLOCK;
+      (*walk).end = min(tables[(*walk).run + 1u] * BLOCK, (*walk).count);
+      (*walk).kinds = ALL_FULL;
+      (*walk).run += 2u;
+    } else if ((*walk).partial < (*walk).partial_end) {
+      (*walk).next = tables[(*walk).partial] * BLOCK;
+      (*walk).end = min((*walk).next + BLOCK, (*walk).count);
+      let map = tables[(*walk).partial + 1u];
+      (*walk).kinds = row_kinds(map, (*walk).tile);
+      if ((*walk).pair) { (*walk).kinds = pair_kinds((*walk).kinds, row_kinds(map, (*walk).tile + 1u)); }
+      if ((*walk).transposed) { (*walk).kinds = column_kinds(map, (*walk).tile); }
+      (*walk).partial += 2u;
+    } else {
+      return false;
+    }
+  }
+  return true;
+}
+
 // Moves to the next tile that is not empty; false at the end of the list.
 fn next_tile(walk: ptr<function, Walk>) -> bool {
-  loop {
-    if ((*walk).next >= (*walk).end) {
-      if ((*walk).run < (*walk).run_end) {
-        (*walk).next = tables[(*walk).run] * BLOCK;
-        (*walk).end = min(tables[(*walk).run + 1u] * BLOCK, (*walk).count);
-        (*walk).kinds = ALL_FULL;
-        (*walk).run += 2u;
-      } else if ((*walk).partial < (*walk).partial_end) {
-        (*walk).next = tables[(*walk).partial] * BLOCK;
-        (*walk).end = min((*walk).next + BLOCK, (*walk).count);
-        let map = tables[(*walk).partial + 1u];
-        (*walk).kinds = row_kinds(map, (*walk).tile);
-        if ((*walk).pair) { (*walk).kinds = pair_kinds((*walk).kinds, row_kinds(map, (*walk).tile + 1u)); }
-        if ((*walk).transposed) { (*walk).kinds = column_kinds(map, (*walk).tile); }
-        (*walk).partial += 2u;
-      } else {
-        return false;
-      }
-      continue;
-    }
-    // Rotating leaves ALL_FULL as it is, however long the run.
+  while (next_block(walk)) {
     (*walk).first = (*walk).next;
     (*walk).kind = (*walk).kinds & 3u;
     (*walk).next += TILE;
+    // Rotating leaves ALL_FULL as it is, however long the run.
     (*walk).kinds = ((*walk).kinds >> 2u) | ((*walk).kinds << 30u);
     if ((*walk).kind != EMPTY) { return true; }
   }

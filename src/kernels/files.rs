@@ -8,6 +8,7 @@ pub const WGSL_FILES: &[(&str, &str)] = &[
     ("decode.wgsl", include_str!("../../wgsl/decode.wgsl")),
     ("delta.wgsl", include_str!("../../wgsl/delta.wgsl")),
     ("forward.wgsl", include_str!("../../wgsl/forward.wgsl")),
+    ("forward_subgroup.wgsl", include_str!("../../wgsl/forward_subgroup.wgsl")),
     ("half_bf16.wgsl", include_str!("../../wgsl/half_bf16.wgsl")),
     ("half_f16.wgsl", include_str!("../../wgsl/half_f16.wgsl")),
     ("load_dout.wgsl", include_str!("../../wgsl/load_dout.wgsl")),

@@ -126,6 +126,11 @@ impl Fill {
         self.slot(name, &text)
     }
 
+    /// Adds the directive `enable EXTENSION;`, which files leave out where dialects of WGSL differ.
+    pub fn enable(&mut self, extension: &str) {
+        self.lines.push(format!("enable {extension};"));
+    }
+
     /// The text, `enable` directives first.
     pub fn finish(self) -> String {
         let (enables, rest): (Vec<_>, Vec<_>) =

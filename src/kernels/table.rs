@@ -83,6 +83,19 @@ const fn decode(kernel: Kernel, element: u32, dims: [u32; 2], chunk: u32, v_rows
     TileRow { kernel, adapter: Adapter::Any, element, head_dim: dims[0], v_dim: dims[1], tile }
 }
 
+/// The rows of a kernel that stages nothing.
+const fn unstaged(
+    kernel: Kernel,
+    adapter: Adapter,
+    element: u32,
+    [head_dim, v_dim]: [u32; 2],
+    rows: u32,
+    columns: u32,
+) -> TileRow {
+    let tile = Tile { threads: 64, rows, columns, chunk: 0, v_rows: 0, stages: 0 };
+    TileRow { kernel, adapter, element, head_dim, v_dim, tile }
+}
+
 /// The rows of a gradient kernel. 3 stages only where a chunk is a whole row.
 const fn gradient(kernel: Kernel, element: u32, up_to: u32, chunk: u32, stages: u32) -> TileRow {
     let tile = Tile { threads: 64, rows: 4, columns: 4, chunk, v_rows: 0, stages };
@@ -131,6 +144,12 @@ pub const TILES: &[TileRow] = &[
     decode(Kernel::DecodeCombine, 2, [ANY, 128], 32, 32),
     decode(Kernel::DecodeCombine, 2, [ANY, 256], 32, 16),
     decode(Kernel::DecodeCombine, 2, [ANY, 512], 32, 8),
+    unstaged(Kernel::ForwardSubgroup, Adapter::Software, 4, [64, 64], 8, 2),
+    unstaged(Kernel::ForwardSubgroup, Adapter::Software, 2, [64, 64], 8, 2),
+    unstaged(Kernel::ForwardSubgroup, Adapter::Any, 4, [128, 128], 4, 4),
+    unstaged(Kernel::ForwardSubgroup, Adapter::Any, 2, [128, 128], 4, 4),
+    unstaged(Kernel::ForwardSubgroup, Adapter::Any, 4, [256, 256], 2, 4),
+    unstaged(Kernel::ForwardSubgroup, Adapter::Any, 2, [256, 256], 2, 4),
     gradient(Kernel::Delta, 4, 1024, 0, 0),
     gradient(Kernel::Dsink, 4, 1024, 0, 0),
     gradient(Kernel::Delta, 2, 1024, 0, 0),
@@ -210,7 +229,7 @@ impl Tile {
         }
     }
 
-    /// Query rows of a workgroup: 8 invocations share a row.
+    /// Query rows of a workgroup of a forward kernel: 8 invocations share a row.
     pub const fn tile_q(&self) -> u32 {
         self.threads / 8 * self.rows
     }
@@ -227,6 +246,7 @@ impl Tile {
                 let reduced = self.tile_q() * 8 * 4;
                 (q + kv) * 4 * dtype.size() as u32 + weights + reduced
             }
+            Kernel::ForwardSubgroup => 0,
             Kernel::Delta | Kernel::Dsink => 64 * 4,
             Kernel::Dq | Kernel::Dkv => self.staged(dtype) + 32 * 9 * 16,
             Kernel::CapturedRows | Kernel::CapturedColumns | Kernel::CapturedScatter => {
