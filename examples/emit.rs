@@ -2,37 +2,90 @@
 //!
 //! ```text
 //! cargo run --release --example emit -- --language wgsl|wgsl-web|msl --pass forward|decode|backward \
-//!     [--score NAME|FILE] [--mask NAME|FILE] [--head-dim D] [--v-dim D] [--dtype f32|f16|bf16]
+//!     [--score NAME|FILE] [--mask NAME|FILE] [--params NAME=VALUE,..] [--capture NAME:TYPE:8x64] ..
+//!     [--head-dim D] [--v-dim D] [--dtype f32|f16|bf16] [--loader staged|direct]
 //! cargo run --release --example emit -- --all --language LANGUAGE --out FOLDER
 //! ```
 //!
-//! `--all` writes every row of the kernel table, and `manifest.json` beside them: file, entry, label and
+//! NAME is that of a prebuilt mask or score mod, with `--params` for its parameters. FILE holds WGSL text;
+//! each tensor that it captures is declared by `--capture`. `--all` writes every row of the kernel table
+//! and every prebuilt mask and score mod, and `manifest.json` beside them: file, entry, label and
 //! workgroup_memory of each.
 
-use flexattn::kernels::{KernelSpec, Language, all_specs};
+use flexattn::kernels::{Kernel, KernelSpec, Language, Loader, all_specs};
+use flexattn::lower::{Layout, Mods};
+use flexattn::{Capture, DType, MaskMod, Params, ScoreMod, masks, scores};
 use lexopt::prelude::*;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 
 type Failure = Box<dyn std::error::Error>;
 
+/// Workgroup memory that every WebGPU device has, in bytes.
+const FLOOR: u32 = 16 << 10;
+
+/// Prebuilt mods have defaults that suit these sizes: batch, query heads, q_len, kv_len.
+const SIZES: Params = Params::new(1, 8, 1024, 1024);
+
+/// What the command line asks for.
+struct Wanted {
+    language: Language,
+    pass: String,
+    score: Option<String>,
+    mask: Option<String>,
+    params: Params,
+    captures: Vec<Capture>,
+    head_dim: u32,
+    v_dim: Option<u32>,
+    dtype: DType,
+    loader: Loader,
+    all: bool,
+    out: Option<PathBuf>,
+}
+
 fn main() -> Result<(), Failure> {
-    let mut language = Language::Wgsl;
-    let mut all = false;
-    let mut out = None;
+    let wanted = arguments()?;
+    match (&wanted.out, wanted.all) {
+        (Some(folder), true) => write_all(wanted.language, folder),
+        (None, false) => print(&wanted),
+        _ => Err("--all and --out FOLDER go together".into()),
+    }
+}
+
+fn arguments() -> Result<Wanted, Failure> {
+    let mut wanted = Wanted {
+        language: Language::Wgsl,
+        pass: "forward".to_owned(),
+        score: None,
+        mask: None,
+        params: SIZES,
+        captures: Vec::new(),
+        head_dim: 64,
+        v_dim: None,
+        dtype: DType::F32,
+        loader: Loader::Staged,
+        all: false,
+        out: None,
+    };
     let mut arguments = lexopt::Parser::from_env();
     while let Some(argument) = arguments.next()? {
         match argument {
-            Long("language") => language = language_named(&arguments.value()?.string()?)?,
-            Long("all") => all = true,
-            Long("out") => out = Some(PathBuf::from(arguments.value()?)),
+            Long("language") => wanted.language = language_named(&arguments.value()?.string()?)?,
+            Long("pass") => wanted.pass = arguments.value()?.string()?,
+            Long("score") => wanted.score = Some(arguments.value()?.string()?),
+            Long("mask") => wanted.mask = Some(arguments.value()?.string()?),
+            Long("params") => wanted.params = SIZES.read(&arguments.value()?.string()?)?,
+            Long("capture") => wanted.captures.push(declared(&arguments.value()?.string()?)?),
+            Long("head-dim") => wanted.head_dim = arguments.value()?.parse()?,
+            Long("v-dim") => wanted.v_dim = Some(arguments.value()?.parse()?),
+            Long("dtype") => wanted.dtype = DType::from_name(&arguments.value()?.string()?)?,
+            Long("loader") => wanted.loader = loader_named(&arguments.value()?.string()?)?,
+            Long("all") => wanted.all = true,
+            Long("out") => wanted.out = Some(PathBuf::from(arguments.value()?)),
             other => return Err(other.unexpected().into()),
         }
     }
-    match (all, out) {
-        (true, Some(folder)) => write_all(&all_specs(), language, &folder),
-        _ => Err("--all needs --out FOLDER".into()),
-    }
+    Ok(wanted)
 }
 
 fn language_named(name: &str) -> Result<Language, Failure> {
@@ -44,15 +97,119 @@ fn language_named(name: &str) -> Result<Language, Failure> {
     }
 }
 
-fn write_all(specs: &[KernelSpec], language: Language, folder: &Path) -> Result<(), Failure> {
+fn loader_named(name: &str) -> Result<Loader, Failure> {
+    match name {
+        "staged" => Ok(Loader::Staged),
+        "direct" => Ok(Loader::Direct),
+        _ => {
+            Err(format!("there is no loader {name}; there are staged (M1, M2) and direct (M3 and later)")
+                .into())
+        }
+    }
+}
+
+/// A captured tensor of zeros from `slope:f32:8`: kernel text depends on type and rank, never on values.
+fn declared(text: &str) -> Result<Capture, Failure> {
+    let wrong =
+        || format!("{text} declares no capture; write NAME:TYPE:8x64 with f32, f16, bf16, i32, u32 or bool");
+    let mut parts = text.split(':');
+    let (Some(name), Some(dtype), Some(shape), None) =
+        (parts.next(), parts.next(), parts.next(), parts.next())
+    else {
+        return Err(wrong().into());
+    };
+    let shape: Vec<usize> =
+        shape.split('x').filter(|size| !size.is_empty()).map(str::parse).collect::<Result<_, _>>()?;
+    let count = shape.iter().product();
+    Ok(match dtype {
+        "f32" => Capture::f32(name, &vec![0.0; count], &shape)?.into(),
+        "f16" => Capture::f16(name, &vec![half::f16::ZERO; count], &shape)?.into(),
+        "bf16" => Capture::bf16(name, &vec![half::bf16::ZERO; count], &shape)?.into(),
+        "i32" => Capture::i32(name, &vec![0; count], &shape)?.into(),
+        "u32" => Capture::u32(name, &vec![0; count], &shape)?.into(),
+        "bool" => Capture::bool(name, &vec![false; count], &shape)?.into(),
+        _ => return Err(wrong().into()),
+    })
+}
+
+fn print(wanted: &Wanted) -> Result<(), Failure> {
+    let score = wanted.score.as_deref().map(|name| -> Result<ScoreMod, Failure> {
+        Ok(match std::fs::read_to_string(name) {
+            Ok(text) => ScoreMod::from_wgsl(&text, &wanted.captures, &[])?,
+            Err(_) => scores::by_name(name, &wanted.params)?,
+        })
+    });
+    let mask = wanted.mask.as_deref().map(|name| -> Result<MaskMod, Failure> {
+        Ok(match std::fs::read_to_string(name) {
+            Ok(text) => MaskMod::from_wgsl(&text, &wanted.captures, &[])?,
+            Err(_) => masks::by_name(name, &wanted.params)?,
+        })
+    });
+    let (score, mask) = (score.transpose()?, mask.transpose()?);
+    let kernels: Vec<Kernel> =
+        Kernel::ALL.iter().copied().filter(|kernel| pass_of(*kernel) == wanted.pass).collect();
+    if kernels.is_empty() {
+        return Err(
+            format!("there is no pass {}; there are forward, decode and backward", wanted.pass).into()
+        );
+    }
+    for kernel in kernels {
+        let v_dim = wanted.v_dim.unwrap_or(wanted.head_dim);
+        let spec = KernelSpec::new(kernel, wanted.dtype, wanted.head_dim, v_dim, FLOOR)?;
+        let spec = with_mods(spec, score.as_ref(), mask.as_ref());
+        let spec = if wanted.language == Language::Msl { spec.on_metal(wanted.loader) } else { spec };
+        println!("// {}\n{}", spec.label(), spec.text(wanted.language)?);
+    }
+    Ok(())
+}
+
+/// The pass that a kernel belongs to; the kernels of captured tensors are written for one tensor each and
+/// belong to none.
+fn pass_of(kernel: Kernel) -> &'static str {
+    match kernel.file() {
+        "captured" => "captured",
+        "decode" => "decode",
+        _ if kernel.is_backward() => "backward",
+        _ => "forward",
+    }
+}
+
+fn with_mods(spec: KernelSpec, score: Option<&ScoreMod>, mask: Option<&MaskMod>) -> KernelSpec {
+    let (score, mask) = (score.map(|score| score.expr().clone()), mask.map(|mask| mask.expr().clone()));
+    let layout = Layout::new(score.iter().chain(&mask), None);
+    let grad = matches!(spec.kernel, Kernel::Dq | Kernel::Dkv);
+    KernelSpec { mods: Mods { score, mask, grad, ..Mods::default() }, layout, ..spec }
+}
+
+/// Each prebuilt mask and score mod in each kernel that evaluates it.
+fn prebuilt_specs() -> Result<Vec<(String, KernelSpec)>, Failure> {
+    let mut specs = Vec::new();
+    for &kernel in Kernel::ALL.iter().filter(|kernel| pass_of(**kernel) != "captured") {
+        let plain = KernelSpec::new(kernel, DType::F32, 64, 64, FLOOR)?;
+        for row in scores::ALL {
+            specs.push((row.name.to_owned(), with_mods(plain.clone(), Some(&row.build(&SIZES)?), None)));
+        }
+        for row in masks::ALL {
+            specs.push((row.name.to_owned(), with_mods(plain.clone(), None, Some(&row.build(&SIZES)?))));
+        }
+    }
+    Ok(specs)
+}
+
+fn write_all(language: Language, folder: &Path) -> Result<(), Failure> {
     if folder.exists() {
         std::fs::remove_dir_all(folder)?;
     }
     std::fs::create_dir_all(folder)?;
-    let ending = if language == Language::Msl { "metal" } else { "wgsl" };
+    let (ending, metal) = if language == Language::Msl { ("metal", true) } else { ("wgsl", false) };
+    let rows = all_specs().into_iter().map(|spec| (String::new(), spec));
     let mut manifest = Vec::new();
-    for (number, spec) in specs.iter().enumerate() {
-        let label = spec.label();
+    for (number, (mods, spec)) in rows.chain(prebuilt_specs()?).enumerate() {
+        let spec = if metal { spec.on_metal(Loader::Staged) } else { spec };
+        if metal && spec.metal.is_none() {
+            continue;
+        }
+        let label = if mods.is_empty() { spec.label() } else { format!("{}-{mods}", spec.label()) };
         let file = format!("{number:03}-{label}.{ending}");
         std::fs::write(folder.join(&file), spec.text(language)?)?;
         let (entry, workgroup_memory) = (spec.entry(), spec.workgroup_memory());

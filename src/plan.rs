@@ -18,12 +18,12 @@ mod lists;
 mod split;
 
 use crate::error::{Error, Result};
-use crate::expr::{MaskMod, ScoreMod};
+use crate::expr::{CaptureData, Env, IndexBox, MaskMod, ScoreMod};
 use crate::kernels::{F16, Kernel, KernelSpec, Loader, NONE, Params, Tile};
 use crate::runtime::{Binding, Dispatch, Profile, Runtime, Tier, Usage};
 use crate::shape::{AttentionShape, DType, Layout};
 use crate::{BlockMask, lower};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use backward::{Backward, BackwardPlan, CapturedPlaces, Wanted, backward};
@@ -190,6 +190,8 @@ pub struct Cache {
     specs: Mutex<HashMap<SpecKey, Arc<KernelSpec>>>,
     lists: Mutex<lists::Cache>,
     captures: Mutex<captures::Cache>,
+    /// Calls whose index expressions were found good, by what decides that.
+    positions: Mutex<HashSet<Vec<u128>>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -228,6 +230,7 @@ struct SpecKey {
 /// [`Error::Unsupported`], each naming what the call has and what it may have.
 pub fn forward(call: &Forward<'_>, profile: &Profile, cache: &Cache) -> Result<Plan> {
     call.check()?;
+    cache.check_positions(call)?;
     let shape = &call.shape;
     let mods = captures::Mods::new(call.mask, call.score)?;
     let packed = lock(&cache.captures).pack(&mods)?;
@@ -427,6 +430,48 @@ impl Forward<'_> {
 
 impl Cache {
     const MAX_SPECS: usize = 64;
+
+    /// Refuses index expressions that overflow, and captured tensors that no position reaches. Looked at
+    /// again when lengths have doubled, not at every step of decoding.
+    fn check_positions(&self, call: &Forward<'_>) -> Result<()> {
+        let shape = &call.shape;
+        let first = call.q_offset.iter().copied().min().unwrap_or(0);
+        let last = call.q_offset.iter().copied().max().unwrap_or(0).saturating_add(shape.q_len as i32 - 1);
+        let sizes = [shape.batch, shape.q_heads, shape.q_len, shape.kv_len];
+        if sizes.contains(&0) {
+            return Ok(());
+        }
+        let at = IndexBox {
+            b: (0, shape.batch as i32 - 1),
+            h: (0, shape.q_heads as i32 - 1),
+            q: (first, last),
+            kv: (0, shape.kv_len as i32 - 1),
+        };
+        let mods = [
+            call.mask.map(|mask| (mask.expr(), mask.captures(), mask.scalars())),
+            call.score.map(|score| (score.expr(), score.captures(), score.scalars())),
+        ];
+        for (expr, captures, scalars) in mods.into_iter().flatten() {
+            // Values that live on a device are not looked at.
+            if captures.iter().any(|capture| matches!(capture.data(), CaptureData::Device(_))) {
+                continue;
+            }
+            let mut key = vec![expr.hash(), u128::from(first.unsigned_abs().next_power_of_two())];
+            key.extend(sizes.map(|size| size.next_power_of_two() as u128));
+            key.push(u128::from(last.unsigned_abs().next_power_of_two()));
+            key.extend(captures.iter().flat_map(|capture| capture.shape()).map(|&size| size as u128));
+            if lock(&self.positions).contains(&key) {
+                continue;
+            }
+            expr.check(&Env::new(captures, scalars, shape.q_len, shape.kv_len)?, &at)?;
+            let mut positions = lock(&self.positions);
+            if positions.len() >= Self::MAX_SPECS {
+                positions.clear();
+            }
+            positions.insert(key);
+        }
+        Ok(())
+    }
 
     /// The kernel of a call, with its mods or without any.
     fn spec(

@@ -1,9 +1,12 @@
 //! One test binary: one module a subject, each behaviour a test. A new test goes to the module that
 //! is named for what it exercises; its name says the behaviour.
+mod architecture;
 #[cfg(feature = "wgpu")]
 mod backward;
 mod block_mask;
 mod conformance;
+#[cfg(feature = "wgpu")]
+mod errors;
 mod expr;
 #[cfg(feature = "wgpu")]
 mod gpu;

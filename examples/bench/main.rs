@@ -1,7 +1,7 @@
 //! How long attention takes here, beside an unfused baseline that is measured in the same run.
 //!
 //! ```text
-//! cargo run --release --example bench -- --suite dense|sparse|mods|blockmask \
+//! cargo run --release --example bench -- --suite dense|sparse|mods|backward|blockmask|compile \
 //!     [--tier TIER] [--rounds N] [--json] [--plot out.svg]
 //! ```
 //!
@@ -12,7 +12,9 @@
 //! skips what it may. `density` is kept pairs / (L * S), `gflops` counts the kept pairs only, `bytes` are
 //! those of q, k, v and out (of the lists in the suite blockmask).
 
+mod backward;
 mod baseline;
+mod compile;
 mod measure;
 mod plot;
 mod suites;

@@ -159,6 +159,10 @@ impl<'a> Fused<'a> {
         })
     }
 
+    pub(crate) fn inputs(&self) -> [&Tensor; 3] {
+        [&self.q, &self.k, &self.v]
+    }
+
     /// The largest difference between the outputs of the fused call and of the baseline.
     pub(crate) fn differs_from(&self, baseline: &Baseline, attention: &Attention) -> Result<f32> {
         attention.forward_into(self.gpu, &self.q, &self.k, &self.v, &self.out)?;

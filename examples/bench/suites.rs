@@ -1,6 +1,7 @@
 //! The suites: which cases, and which figures they must reach.
 
-use crate::baseline::{Baseline, Problem, Tile};
+pub(crate) use crate::baseline::Tile;
+use crate::baseline::{Baseline, Problem};
 use crate::measure::{Fused, Sizes, Work, median, medians};
 use crate::{Bound, Check, Failure, Found, Row};
 use flexattn::{Attention, BlockMask, BlockShape, DType, Gpu, MaskMod, Params, Tier, masks, scores};
@@ -17,7 +18,9 @@ pub(crate) struct Suite {
 const SUITES: &[Suite] = &[
     Suite { name: "dense", needs_gpu: true, run: |gpu, rounds| dense(given(gpu)?, rounds) },
     Suite { name: "sparse", needs_gpu: true, run: |gpu, rounds| sparse(given(gpu)?, rounds) },
+    Suite { name: "backward", needs_gpu: true, run: |gpu, rounds| crate::backward::run(given(gpu)?, rounds) },
     Suite { name: "mods", needs_gpu: true, run: |gpu, rounds| mods(given(gpu)?, rounds) },
+    Suite { name: "compile", needs_gpu: true, run: |gpu, rounds| crate::compile::run(given(gpu)?, rounds) },
     Suite { name: "blockmask", needs_gpu: false, run: |_, rounds| blockmask(rounds) },
 ];
 
@@ -34,7 +37,7 @@ pub(crate) fn names() -> String {
 }
 
 /// The baseline, and a check that it computes the same.
-fn checked_baseline(
+pub(crate) fn checked_baseline(
     gpu: &Gpu,
     fused: &Fused<'_>,
     sizes: Sizes,
@@ -54,7 +57,7 @@ fn checked_baseline(
     Ok(Some(baseline))
 }
 
-fn at_most(what: &str, gpu: &Gpu, value: f64, limit: f64) -> Check {
+pub(crate) fn at_most(what: &str, gpu: &Gpu, value: f64, limit: f64) -> Check {
     Check { what: format!("{what} ({})", gpu.tier()), value, bound: Bound::AtMost(limit) }
 }
 

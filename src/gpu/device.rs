@@ -278,6 +278,11 @@ impl Device {
         }))
     }
 
+    /// Ids count per device, so a buffer of another one could be taken for one of ours.
+    fn owns(&self, buffer: &Buffer) -> bool {
+        std::ptr::eq(buffer.0.groups.as_ptr(), Arc::as_ptr(&self.groups))
+    }
+
     pub(super) fn write(&self, buffer: &Buffer, offset: u64, bytes: &[u8]) -> Result<()> {
         let end = offset + bytes.len() as u64;
         if end.next_multiple_of(4) > buffer.size() || !offset.is_multiple_of(4) {
@@ -492,6 +497,9 @@ impl Device {
         })?;
         self.write(&chunk, offset, &dispatch.params)?;
 
+        if dispatch.bindings.iter().any(|binding| !self.owns(&binding.buffer)) {
+            return Err(super::foreign());
+        }
         let kinds = dispatch.spec.bindings();
         let mut storage = dispatch.bindings.iter();
         let mut places = Vec::with_capacity(kinds.len());
@@ -677,7 +685,7 @@ impl Device {
             staging.raw().map_async(wgpu::MapMode::Read, 0..size, move |result| told.set(result.is_ok()));
         });
         if let Some(error) = error {
-            self.check_alive()?;
+            self.poll(wgpu::PollType::wait_indefinitely())?;
             return Err(Error::buffer(format!("the buffer cannot be read: {error}")));
         }
         // Native devices advance when polled; a page's advance by themselves.

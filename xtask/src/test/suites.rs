@@ -60,7 +60,7 @@ pub(super) const SUITES: &[Suite] = &[
     Suite { name: "darwin", what: "types of the Metal host code", needs: &[DarwinStd], run: |_| darwin() },
     Suite {
         name: "metal-compiler",
-        what: "every MSL snapshot through Apple's compiler",
+        what: "every MSL kernel and snapshot through Apple's compiler",
         needs: &[MetalCompiler],
         run: |_| metal_compiler(),
     },
@@ -171,10 +171,17 @@ fn darwin() -> Outcome {
 }
 
 fn metal_compiler() -> Outcome {
-    let files =
-        std::fs::read_dir("tests/snapshots/msl").into_iter().flatten().flatten().map(|entry| entry.path());
-    let mut files: Vec<_> =
-        files.filter(|path| path.extension().is_some_and(|ending| ending == "metal")).collect();
+    let folder = crate::target_folder().join("msl");
+    let emitted = example("emit").args(["--all", "--language", "msl", "--out"]).arg(&folder).run();
+    if !emitted.ok {
+        return Outcome::Failed(Counts::default(), "emit".to_owned());
+    }
+    let folders = [folder, "tests/snapshots/msl".into()];
+    let entries = folders.iter().filter_map(|folder| std::fs::read_dir(folder).ok()).flatten().flatten();
+    let mut files: Vec<_> = entries
+        .map(|entry| entry.path())
+        .filter(|path| path.extension().is_some_and(|ending| ending == "metal"))
+        .collect();
     files.sort();
     let compile =
         |file| Program::words("xcrun -sdk macosx metal -Wall -Werror -c").arg(file).args(["-o", "/dev/null"]);
@@ -186,7 +193,7 @@ fn metal_compiler() -> Outcome {
         }
     }
     match counts {
-        Counts { passed: 0, failed: 0, .. } => Outcome::Failed(counts, "there are no snapshots".to_owned()),
+        Counts { passed: 0, failed: 0, .. } => Outcome::Failed(counts, "there are no kernels".to_owned()),
         Counts { failed: 0, .. } => Outcome::Passed(counts),
         Counts { failed, .. } => Outcome::Failed(counts, format!("{failed} files do not compile")),
     }
@@ -197,7 +204,8 @@ fn wasm() -> Outcome {
 }
 
 fn web(full: bool) -> Outcome {
-    all([Program::words("cargo xtask web"), everything(Program::words("npm test").folder("web"), full)])
+    let tests = Program::words("npm test").folder("web").env("FLEXATTN_DAWN_RUNNER", Driver::Mesa25.runner());
+    all([Program::words("cargo xtask web"), everything(tests, full)])
 }
 
 /// Suites that can do more read this variable.

@@ -1,0 +1,304 @@
+//! Bad input as a program meets it, through `Attention`: each case is refused before anything runs, says
+//! the value found, the rule and the way out, and leaves the machine and the tensors as they were.
+
+use flexattn::expr::CaptureType;
+use flexattn::{
+    Attention, Capture, DType, Error, Gpu, Layout, MaskMod, Result, Scalar, ScoreMod, Tensor, Tier, wgpu,
+};
+
+/// A machine and tensors that fit together: q `[1, 8, 6, 16]`, k and v `[1, 2, 10, 16]`.
+struct Bench {
+    gpu: Gpu,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+}
+
+impl Bench {
+    fn new(gpu: Gpu) -> Bench {
+        let tensor = |shape: [usize; 4]| {
+            let values: Vec<f32> =
+                (0..shape.iter().product()).map(|i| (i * 37 % 101) as f32 / 50.0 - 1.0).collect();
+            gpu.tensor(&values, shape).unwrap()
+        };
+        let (q, kv) = ([1, 8, 6, 16], [1, 2, 10, 16]);
+        Bench { q: tensor(q), k: tensor(kv), v: tensor(kv), gpu }
+    }
+
+    /// Whatever is here: the messages are the same on every tier.
+    fn any() -> Bench {
+        Bench::new(Gpu::new().unwrap())
+    }
+
+    /// Runs a call that must fail, and then a good one, which must give what it gave before.
+    fn refused(&self, call: impl FnOnce() -> Result<()>) -> Error {
+        let good = || Attention::new().forward(&self.gpu, &self.q, &self.k, &self.v)?.out.read();
+        let before = good().unwrap();
+        let error = call().expect_err("a call with bad input succeeded");
+        assert_eq!(good().unwrap(), before, "after: {error}");
+        error
+    }
+
+    fn forward(&self, attention: &Attention, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<()> {
+        attention.forward(&self.gpu, q, k, v)?.out.read().map(|_| ())
+    }
+
+    /// The error of a plain call on these tensors.
+    fn refuses(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Error {
+        self.refused(|| self.forward(&Attention::new(), q, k, v))
+    }
+
+    /// The error of a call with these mods on good tensors.
+    fn refuses_mods(&self, attention: &Attention) -> Error {
+        self.refused(|| self.forward(attention, &self.q, &self.k, &self.v))
+    }
+}
+
+/// The message holds all of these.
+fn says(error: &Error, parts: &[&str]) {
+    let message = error.to_string();
+    for part in parts {
+        assert!(message.contains(part), "no `{part}` in: {message}");
+    }
+}
+
+#[test]
+fn shapes_that_do_not_fit_say_both_sizes_and_the_rule() {
+    let bench = Bench::any();
+    let zeros = |shape| bench.gpu.zeros(DType::F32, shape).unwrap();
+    let Bench { q, k, v, .. } = &bench;
+
+    let three_heads = zeros([1, 3, 10, 16]);
+    let error = bench.refuses(q, &three_heads, &three_heads);
+    assert!(error.is_shape());
+    says(&error, &["kv_heads is 3", "must divide q_heads = 8"]);
+
+    let error = bench.refuses(q, &zeros([1, 2, 10, 24]), v);
+    assert!(error.is_shape());
+    says(&error, &["head_dim 24", "16"]);
+
+    let error = bench.refuses(q, k, &zeros([1, 2, 9, 16]));
+    assert!(error.is_shape());
+    says(&error, &["kv_len 9", "10"]);
+
+    let error = bench.refuses(q, k, &zeros([1, 1, 10, 16]));
+    assert!(error.is_shape());
+    says(&error, &["1 heads", "2"]);
+
+    let (k2, v2) = (zeros([2, 2, 10, 16]), zeros([2, 2, 10, 16]));
+    let error = bench.refuses(q, &k2, &v2);
+    assert!(error.is_shape());
+    says(&error, &["batch", "2", "must be that of q, 1"]);
+
+    let out = zeros([1, 8, 6, 8]);
+    let error = bench.refused(|| Attention::new().forward_into(&bench.gpu, q, k, v, &out).map(|_| ()));
+    assert!(error.is_shape());
+    says(&error, &["[1, 8, 6, 8]", "[1, 8, 6, 16]"]);
+}
+
+#[test]
+fn sizes_of_zero_are_empty_results_or_clear_refusals() {
+    let bench = Bench::any();
+    let zeros = |shape| bench.gpu.zeros(DType::F32, shape).unwrap();
+    let no_rows = Attention::new().forward(&bench.gpu, &zeros([1, 8, 0, 16]), &bench.k, &bench.v).unwrap();
+    assert!(no_rows.out.read().unwrap().is_empty());
+    let no_keys = zeros([1, 2, 0, 16]);
+    let nothing = Attention::new().forward(&bench.gpu, &bench.q, &no_keys, &no_keys).unwrap();
+    assert!(nothing.out.read().unwrap().iter().all(|&value| value == 0.0));
+    assert!(nothing.lse.unwrap().read().unwrap().iter().all(|&value| value == f32::NEG_INFINITY));
+
+    let error = bench.refused(|| bench.gpu.zeros(DType::F32, [1, 8, 6, 0]).map(|_| ()));
+    assert!(error.is_shape());
+    says(&error, &["[1, 8, 6, 0]", "at least one column"]);
+
+    let headless = zeros([1, 0, 6, 16]);
+    let error = bench.refuses(&headless, &bench.k, &bench.v);
+    assert!(error.is_shape());
+    says(&error, &["0 q_heads", "at least 1"]);
+}
+
+#[test]
+fn element_types_that_differ_are_named() {
+    let bench = Bench::any();
+    let half = bench.gpu.zeros(DType::F16, [1, 2, 10, 16]).unwrap();
+    let error = bench.refuses(&bench.q, &half, &bench.v);
+    assert!(error.is_dtype());
+    says(&error, &["q is f32", "k is f16", "one type"]);
+
+    let out = bench.gpu.zeros(DType::BF16, [1, 8, 6, 16]).unwrap();
+    let error = bench.refused(|| {
+        Attention::new().forward_into(&bench.gpu, &bench.q, &bench.k, &bench.v, &out).map(|_| ())
+    });
+    assert!(error.is_dtype());
+    says(&error, &["out is bf16", "q is f32"]);
+
+    let error = DType::from_name("f64").unwrap_err();
+    assert!(error.is_dtype());
+    says(&error, &["f64", "f32, f16, bf16"]);
+}
+
+#[test]
+fn captures_must_be_there_have_their_rank_and_be_used() {
+    let bench = Bench::any();
+    let slope: Capture = Capture::f32("slope", &[1.0; 8], &[8]).unwrap().into();
+
+    // Missing: the text calls what nobody gave.
+    let error = ScoreMod::from_wgsl("score * slope(h)", &[], &[]).unwrap_err();
+    says(&error, &["slope", "line 1, column 9"]);
+
+    // Of wrong rank, in the text and in the values.
+    let error = ScoreMod::from_wgsl("score * slope(h, q)", std::slice::from_ref(&slope), &[]).unwrap_err();
+    assert!(error.is_parse());
+    says(&error, &["slope", "1", "2"]);
+    let score_mod = ScoreMod::from_wgsl("score * slope(h)", std::slice::from_ref(&slope), &[]).unwrap();
+    let attention = Attention::new().score_mod(score_mod.clone());
+    let square: Capture = Capture::f32("slope", &[1.0; 16], &[8, 2]).unwrap().into();
+    let error = bench.refused(|| attention.clone().with_capture(square).map(|_| ()));
+    assert!(error.is_capture());
+    says(&error, &["slope", "rank 1"]);
+
+    // Of another type.
+    let whole: Capture = Capture::i32("slope", &[1; 8], &[8]).unwrap().into();
+    assert_eq!(whole.dtype(), CaptureType::I32);
+    let error = bench.refused(|| attention.clone().with_capture(whole).map(|_| ()));
+    assert!(error.is_capture());
+    says(&error, &["slope", "f32", "i32"]);
+
+    // Unused.
+    let other: Capture = Capture::f32("table", &[1.0; 8], &[8]).unwrap().into();
+    let error = bench.refused(|| attention.clone().with_capture(other.clone()).map(|_| ()));
+    assert!(error.is_capture());
+    says(&error, &["table", "neither"]);
+
+    // Shape and values that disagree.
+    let error = Capture::f32("slope", &[1.0; 7], &[8]).unwrap_err();
+    assert!(error.is_capture());
+    says(&error, &["slope", "7", "8"]);
+
+    // Scalars.
+    let error = attention.with_scalar(Scalar::f32("cap", 1.0).unwrap()).unwrap_err();
+    assert!(error.is_capture());
+    says(&error, &["cap", "neither"]);
+}
+
+#[test]
+fn syntax_and_type_errors_in_text_have_line_column_and_caret() {
+    let text = "fn score_mod(score: f32, b: i32, h: i32, q: i32, kv: i32) -> f32 {\n  let near = q - kv < 4;\n  return scor * 2.0;\n}";
+    let error = ScoreMod::from_wgsl(text, &[], &[]).unwrap_err();
+    let place = error.parse_error().expect("a place");
+    assert_eq!((place.line, place.column), (3, 10), "{error}");
+    says(&error, &["scor", "3 |   return scor * 2.0;\n  |          ^^^^"]);
+
+    let error = MaskMod::from_wgsl("q >= kv &&", &[], &[]).unwrap_err();
+    assert!(error.is_parse());
+    says(&error, &["line 1, column", "1 | q >= kv &&", "^"]);
+
+    let error = MaskMod::from_wgsl("q + kv", &[], &[]).unwrap_err();
+    assert!(error.is_parse());
+    says(&error, &["bool", "i32", "^"]);
+
+    let error = MaskMod::from_wgsl("q >= 1.5", &[], &[]).unwrap_err();
+    assert!(error.is_parse());
+    says(&error, &["line 1, column", "^"]);
+}
+
+#[test]
+fn index_expressions_that_overflow_i32_are_refused_with_the_value() {
+    let bench = Bench::any();
+    let mask = MaskMod::from_wgsl("q * 1000000000 + kv >= 0", &[], &[]).unwrap();
+    let error = bench.refuses_mods(&Attention::new().mask_mod(mask));
+    says(&error, &["q * 1000000000", "5000000000", "wrapping_mul"]);
+    let meant = MaskMod::from_wgsl("wrapping_mul(q, 1000000000) + kv != 7", &[], &[]).unwrap();
+    bench.forward(&Attention::new().mask_mod(meant), &bench.q, &bench.k, &bench.v).unwrap();
+}
+
+#[test]
+fn an_index_outside_its_tensor_for_every_value_is_refused() {
+    let bench = Bench::any();
+    let table: [Capture; 1] = [Capture::f32("table", &[0.5; 4], &[4]).unwrap().into()];
+    let outside = ScoreMod::from_wgsl("score + table(kv + 4)", &table, &[]).unwrap();
+    let error = bench.refuses_mods(&Attention::new().score_mod(outside));
+    says(&error, &["table", "4 to 13", "0 to 3"]);
+    let clamped = ScoreMod::from_wgsl("score + table(kv + 3)", &table, &[]).unwrap();
+    bench.forward(&Attention::new().score_mod(clamped), &bench.q, &bench.k, &bench.v).unwrap();
+}
+
+#[test]
+fn a_view_that_leaves_its_buffer_says_where_both_end() {
+    let bench = Bench::any();
+    let longer = Layout::contiguous([1, 8, 7, 16]).unwrap();
+    let error = bench.refused(|| bench.q.view(longer).map(|_| ()));
+    assert!(error.is_buffer());
+    says(&error, &["3072 bytes", "3584", "larger buffer"]);
+    let error = Layout::new([1, 8, 6, 16], [768, 96, 16, 2], 0).unwrap_err();
+    assert!(error.is_shape());
+    says(&error, &["inner stride is 2", "must be 1"]);
+}
+
+#[test]
+fn tensors_of_another_device_are_refused() {
+    let bench = Bench::any();
+    let other = Bench::new(Gpu::builder().tier(Tier::Cpu).build().unwrap());
+    let error = bench.refuses(&bench.q, &other.k, &other.v);
+    assert!(error.is_buffer(), "{error}");
+    let error = bench.refuses(&other.q, &bench.k, &bench.v);
+    assert!(error.is_buffer(), "{error}");
+}
+
+/// A device of its own on the machine's best adapter; `None`, said aloud, where there is no adapter.
+fn device(change: impl FnOnce(&mut wgpu::Limits)) -> Option<Gpu> {
+    let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle());
+    let Ok(adapter) = pollster::block_on(instance.request_adapter(&wgpu::RequestAdapterOptions::default()))
+    else {
+        eprintln!("skipped: there is no adapter");
+        return None;
+    };
+    let mut limits = Gpu::wanted_limits(&adapter);
+    change(&mut limits);
+    let (device, queue) = pollster::block_on(adapter.request_device(&wgpu::DeviceDescriptor {
+        required_features: Gpu::wanted_features(&adapter),
+        required_limits: limits,
+        ..wgpu::DeviceDescriptor::default()
+    }))
+    .unwrap();
+    Some(Gpu::from_wgpu(&adapter, device, queue).unwrap())
+}
+
+#[test]
+fn two_devices_of_one_adapter_do_not_share_tensors() {
+    let (Some(one), Some(two)) = (device(|_| ()), device(|_| ())) else { return };
+    let (one, two) = (Bench::new(one), Bench::new(two));
+    let error = one.refuses(&one.q, &two.k, &two.v);
+    assert!(error.is_buffer(), "{error}");
+    says(&error, &["another"]);
+}
+
+#[test]
+fn a_limit_that_is_exceeded_is_named_with_the_adapters_value() {
+    let Some(gpu) = device(|limits| {
+        limits.max_buffer_size = 1 << 20;
+        limits.max_storage_buffer_binding_size = 1 << 20;
+    }) else {
+        return;
+    };
+    let bench = Bench::new(gpu);
+    let error = bench.refused(|| bench.gpu.zeros(DType::F32, [1, 8, 4096, 64]).map(|_| ()));
+    assert!(error.is_limit(), "{error}");
+    says(&error, &["maxBufferSize", &(1u64 << 20).to_string(), &(8u64 * 4096 * 64 * 4).to_string()]);
+}
+
+#[test]
+fn an_adapter_lost_in_the_middle_is_an_error_of_every_later_call() {
+    let Some(gpu) = device(|_| ()) else { return };
+    let bench = Bench::new(gpu);
+    let output = Attention::new().forward(&bench.gpu, &bench.q, &bench.k, &bench.v).unwrap();
+    bench.gpu.device().unwrap().destroy();
+    let error = output.out.read().unwrap_err();
+    assert!(error.is_device_lost(), "{error}");
+    says(&error, &["create a new Gpu"]);
+    assert!(bench.forward(&Attention::new(), &bench.q, &bench.k, &bench.v).unwrap_err().is_device_lost());
+    assert!(bench.gpu.is_lost());
+    // Another device of the same machine works.
+    let Bench { gpu, q, k, v } = Bench::any();
+    Attention::new().forward(&gpu, &q, &k, &v).unwrap().out.read().unwrap();
+}
