@@ -333,7 +333,13 @@ fn body(
             texts.insert(expr.hash(), (text, nesting));
         }
     }
-    let values = values.iter().map(|e| texts[&e.hash()].0.text.clone()).collect();
+    // Several stand in one list of arguments.
+    let alone = values.len() == 1;
+    let values = values
+        .iter()
+        .map(|e| &texts[&e.hash()].0)
+        .map(|text| if alone || text.level != COMPARE { text.text.clone() } else { text.at(ATOM) })
+        .collect();
     let _ = writeln!(lines, "  return {};", result(values));
     lines
 }

@@ -1,6 +1,6 @@
 //! Readable text of an expression, close to WGSL. For messages and debugging: kernel text is `lower`'s.
 
-use super::{Expr, Op};
+use super::{Expr, Op, Type};
 
 /// Longer texts are cut: an expression that shares parts can be exponentially longer as text.
 const LIMIT: usize = 4000;
@@ -79,7 +79,7 @@ fn print(expr: &Expr, outer: u8, out: &mut String) {
         Op::Neg | Op::Not => {
             let sign = match (expr.op(), expr.ty()) {
                 (Op::Neg, _) => '-',
-                (_, super::Type::Bool) => '!',
+                (_, Type::Bool) => '!',
                 _ => '~',
             };
             out.push(sign);
@@ -99,6 +99,10 @@ fn print(expr: &Expr, outer: u8, out: &mut String) {
             out.push(')');
             return;
         }
+        // WGSL has no overloads for functions of a text.
+        Op::WrappingAdd if expr.ty() == Type::U32 => "wrapping_add_u32",
+        Op::WrappingSub if expr.ty() == Type::U32 => "wrapping_sub_u32",
+        Op::WrappingMul if expr.ty() == Type::U32 => "wrapping_mul_u32",
         op => op.name(),
     };
     out.push_str(name);

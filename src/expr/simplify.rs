@@ -229,6 +229,7 @@ fn logic(op: &Op, a: &Expr, b: &Expr) -> Option<Expr> {
         (Op::Eq, _, Some(false)) | (Op::Ne | Op::Xor, _, Some(true)) => not(a),
         (Op::Eq, _, _) if a == b => Some(Expr::constant(true)),
         (Op::Ne | Op::Xor, _, _) if a == b => Some(Expr::constant(false)),
+        (Op::Xor, _, _) => build(Op::Ne, &[a.clone(), b.clone()]),
         _ => None,
     }
 }

@@ -122,13 +122,7 @@ fn derivatives_of_random_expressions_equal_central_differences() {
             let scalars = random::scalars();
             let env = Env::new(&captures, &scalars, Q_LEN, KV_LEN).unwrap();
             // Where a NaN is dropped on the way, as min() does, there is no derivative to speak of.
-            let mut parts = vec![expr.clone()];
-            let mut next = 0;
-            while next < parts.len() {
-                let args = parts[next].args().to_vec();
-                parts.extend(args);
-                next += 1;
-            }
+            let parts = super::values::all_parts(&expr);
             let all = Program::new(&parts).eval(&env, &at).unwrap();
             if all.iter().any(|lane| lane.to_f64().is_nan()) {
                 return Ok(());

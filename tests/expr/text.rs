@@ -328,3 +328,33 @@ fn unrolling_is_bounded() {
     let error = ScoreMod::from_wgsl(nested, &[], &[]).unwrap_err().to_string();
     assert!(error.contains("unroll") || error.contains("4096"), "{error}");
 }
+
+proptest::proptest! {
+    #![proptest_config(proptest::prelude::ProptestConfig {
+        cases: 300,
+        failure_persistence: None,
+        ..proptest::prelude::ProptestConfig::default()
+    })]
+
+    #[test]
+    fn an_expression_is_what_its_own_text_says(expr in super::random::expr(flexattn::expr::Type::F32, 4)) {
+        let simple = super::values::simplified(&expr);
+        let text = simple.to_string();
+        // What overflows is refused as text, and infinities have none.
+        let plain = super::values::all_parts(&simple).iter().all(|e| {
+            let constant = |e: &flexattn::expr::Expr| e.as_constant().is_some();
+            let finite = match e.as_constant() {
+                Some(flexattn::expr::Value::F32(x)) => x.is_finite(),
+                _ => true,
+            };
+            finite && (e.args().is_empty() || !e.args().iter().all(constant) || matches!(e.op(), flexattn::expr::Op::Gather(_)))
+        });
+        if plain && !text.contains('…') {
+            let parsed = ScoreMod::from_wgsl(&text, &super::random::captures(), &super::random::scalars());
+            match parsed {
+                Ok(parsed) => proptest::prop_assert_eq!(parsed.expr(), &simple, "{}", text),
+                Err(e) => return Err(proptest::test_runner::TestCaseError::fail(format!("{text}: {e}"))),
+            }
+        }
+    }
+}

@@ -16,7 +16,7 @@ use super::{FUNCTIONS, Kind, Source};
 use crate::error::{Error, Result};
 use crate::expr::capture::{Capture, CaptureDecl, Scalar, ScalarDecl};
 use crate::expr::value::{Type, Value};
-use crate::expr::{Expr, Input, MAX_NODES, Op};
+use crate::expr::{Expr, Input, Op};
 
 /// More statements than any text needs that stays within the limit of operations.
 const MAX_STEPS: usize = 200_000;
@@ -334,11 +334,15 @@ impl Run<'_> {
             Statement::Return { value } => {
                 let reached = self.reached(frame, path, span)?;
                 let condition = self.and(&frame.base, &reached, span)?;
-                if let Some(value) = value {
-                    let value = self.value(frame, state, *value)?;
-                    frame.returns.push((condition, value));
+                match value {
+                    Some(value) => {
+                        let value = self.value(frame, state, *value)?;
+                        frame.returns.push((condition, value));
+                        state.ended = true;
+                    }
+                    // naga adds this where a function ends without a return.
+                    None => state.ended = frame.function.result.is_none(),
                 }
-                state.ended = true;
             }
             Statement::Store { pointer, value } => {
                 let value = self.value(frame, state, *value)?;
