@@ -7,6 +7,7 @@
 //! On wasm32 it uses one core and blocks while it works: run it in a Worker.
 
 mod backward;
+mod captured;
 mod forward;
 mod launch;
 mod lists;
@@ -155,10 +156,15 @@ impl Cpu {
             Kernel::Dsink => self.dsink(dispatch),
             Kernel::Dq => self.dq(dispatch),
             Kernel::Dkv => self.dkv(dispatch),
-            kernel => Err(Error::unsupported(format!(
-                "the Cpu tier has no kernel `{}`; leave out the gradients of captured tensors",
-                kernel.entry()
-            ))),
+            Kernel::CapturedRows | Kernel::CapturedColumns => self.captured(dispatch),
+            // The others have added to the elements already.
+            Kernel::CapturedScatter => Ok(()),
+            kernel @ (Kernel::ForwardSubgroup | Kernel::DecodeSplit | Kernel::DecodeCombine) => {
+                Err(Error::unsupported(format!(
+                    "the Cpu tier has no kernel `{}`; plan for its own profile, which takes `forward`",
+                    kernel.entry()
+                )))
+            }
         }
     }
 
@@ -169,7 +175,7 @@ impl Cpu {
         items: &[Item],
         work: impl for<'a> Fn(&'a Launch<'a>, &mut Mods<'a>, &Item, &mut S) -> Result<T> + Shared,
     ) -> Result<Vec<T>> {
-        let grad = launch.spec.kernel != Kernel::Forward;
+        let grad = matches!(launch.spec.kernel, Kernel::Dq | Kernel::Dkv);
         let programs = Programs::new(&launch.spec.mods, grad)?;
         self.each(
             items,
@@ -280,6 +286,50 @@ impl Cpu {
                 store(words, dv, item, v);
             }
         });
+        Ok(())
+    }
+}
+
+impl Cpu {
+    /// Items whose summands are in flight at once, per core: they take memory until they are added up.
+    const WAVE: usize = 8;
+
+    fn captured(&self, dispatch: &Dispatch<Buffer>) -> Result<()> {
+        let sums = with_launch(dispatch, |launch| {
+            let p = &launch.params;
+            let (batch, heads) = (p.batch as usize, p.q_heads as usize);
+            let places = captured::Places::new(launch)?;
+            let by_columns = launch.spec.kernel == Kernel::CapturedColumns;
+            let items = if by_columns {
+                launch.items(TILE, p.kv_len as usize, heads)
+            } else if places.pairs() {
+                let items = launch.items(TILE, p.q_len as usize, 1);
+                let all = |item: &Item| {
+                    let rows = item.rows.clone();
+                    (0..batch * heads).map(move |i| Item { b: i / heads, h: i % heads, rows: rows.clone() })
+                };
+                items.iter().flat_map(all).collect()
+            } else {
+                launch.items(TILE, p.q_len as usize, heads)
+            };
+            let mut sums = bytemuck::cast_slice::<u32, f32>(launch.words(7)).to_vec();
+            for wave in items.chunks(Self::WAVE * self.cores) {
+                let summands = self.blocks(launch, wave, |launch, mods, item, scratch| {
+                    let bound = &mut places.bind(launch, item.b)?;
+                    let places = (&places, bound);
+                    Ok(dispatch!(self.level, simd => if by_columns {
+                        captured::columns(simd, launch, mods, places, item, scratch)
+                    } else {
+                        captured::rows(simd, launch, mods, places, item, scratch)
+                    }))
+                })?;
+                for (element, summand) in summands.into_iter().flatten() {
+                    sums[element] += summand;
+                }
+            }
+            Ok(sums)
+        })?;
+        change(&dispatch.bindings[7], |words| words.copy_from_slice(bytemuck::cast_slice(&sums)));
         Ok(())
     }
 }

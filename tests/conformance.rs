@@ -3,9 +3,12 @@
 //! One body for all tiers. A tier that is not here is printed as `skipped`; slow ones run a subset unless
 //! FLEXATTN_FULL=1.
 
+use std::any::Any;
+
 use flexattn::reference::{self, Problem};
-use flexattn::{AttentionShape, Layout};
+use flexattn::{AttentionShape, Cpu, DType, Layout, Runtime};
 use flexattn_testing::Golden;
+use flexattn_testing::conformance::{self, Verdict};
 
 fn goldens() -> Vec<Golden> {
     let files = Golden::files(Golden::directory()).unwrap();
@@ -85,4 +88,109 @@ fn reference_agrees_with_every_golden() {
     }
     assert!(failures.is_empty(), "{}", failures.join("\n"));
     assert_eq!((cases, with_gradients), (88, 60));
+}
+
+/// What slow tiers run: each differs from the others in a part of the definition.
+#[cfg(feature = "wgpu")]
+const SUBSET: [&str; 15] = [
+    "bias4d_bhqk",
+    "bkv1_b3_causal",
+    "bottom_right_q33_kv65",
+    "builtins_grad",
+    "d3_s34_inverse_causal",
+    "decode_q1_offset",
+    "ev_gt_e_16_40",
+    "flamingo_q50_kv33",
+    "gqa3_causal",
+    "len129_causal_relbias_b128",
+    "neginf_bias",
+    "poison_nan_bias",
+    "real_minilm_l5_packed",
+    "sink",
+    "t5_buckets",
+];
+
+/// Every output of every case within its budget, in these dtypes. What a tier does not support is printed.
+fn agrees<R: Runtime>(runtime: &R, goldens: &[Golden], dtypes: &[DType])
+where
+    R::Buffer: Any + PartialEq,
+{
+    let (mut passed, mut failures) = (0, Vec::new());
+    for (golden, dtype) in goldens.iter().flat_map(|golden| dtypes.iter().map(move |&dtype| (golden, dtype)))
+    {
+        for finding in pollster::block_on(conformance::run(runtime, golden, dtype)) {
+            let name = format!("{} {dtype} {}", golden.name, finding.output);
+            match finding.verdict() {
+                Verdict::Passed => passed += 1,
+                Verdict::Failed => {
+                    failures.push(format!("{name}: {:?}, budget {}", finding.result, finding.budget))
+                }
+                Verdict::Skipped => println!("skipped {name}: {:?}", finding.result),
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+    assert!(passed > 0, "no output was computed");
+}
+
+#[test]
+fn cpu_tier_agrees_with_every_golden() {
+    agrees(&Cpu::new(), &goldens(), &DType::ALL);
+}
+
+#[test]
+fn block_lists_agree_with_every_golden() {
+    let (mut blocks, mut failures) = (0, Vec::new());
+    for golden in goldens() {
+        if let Some((count, differing)) =
+            conformance::blocks(&golden).unwrap_or_else(|e| panic!("{}: {e}", golden.name))
+        {
+            blocks += count;
+            failures.extend(differing.into_iter().map(|what| format!("{}: {what}", golden.name)));
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+    assert!(blocks > 500, "{blocks} blocks");
+}
+
+/// The tiers of a GPU, or of its software stand-in.
+#[cfg(feature = "wgpu")]
+mod gpu_tiers {
+    use super::{SUBSET, agrees, goldens};
+    use flexattn::{DType, Gpu, Tier};
+    use flexattn_testing::Golden;
+
+    fn on(tier: Tier) {
+        let gpu = match Gpu::builder().tier(tier).build() {
+            Ok(gpu) => gpu,
+            Err(error) => return println!("{tier} skipped: {error}"),
+        };
+        if std::env::var_os("FLEXATTN_FULL").is_some_and(|full| full == "1") {
+            return agrees(&gpu, &goldens(), &DType::ALL);
+        }
+        let subset: Vec<Golden> = SUBSET.iter().map(|name| Golden::shipped(name).unwrap()).collect();
+        println!("{tier}: {} cases, in f32 and f16; FLEXATTN_FULL=1 runs all, in bf16 too", subset.len());
+        agrees(&gpu, &subset, &[DType::F32, DType::F16]);
+    }
+
+    #[test]
+    fn portable_tier_agrees_with_the_goldens() {
+        on(Tier::Portable);
+    }
+
+    #[test]
+    fn subgroup_tier_agrees_with_the_goldens() {
+        on(Tier::Subgroup);
+    }
+
+    #[test]
+    fn coop_matrix_tier_agrees_with_the_goldens() {
+        on(Tier::CoopMatrix);
+    }
+
+    /// On a Mac; elsewhere the Metal kernels run in the emulator, see `metal.rs`.
+    #[test]
+    fn metal_tier_agrees_with_the_goldens() {
+        on(Tier::Metal);
+    }
 }

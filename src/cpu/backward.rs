@@ -42,7 +42,7 @@ pub(super) struct Scratch {
 
 /// Scores and what becomes of them, each `[TILE, BLOCK]`.
 #[derive(Debug, Default)]
-struct Tiles {
+pub(super) struct Tiles {
     /// S, then P.
     p: Vec<f32>,
     /// dP, then dS.
@@ -113,7 +113,7 @@ pub(super) fn dq<S: Simd>(
         place.pack_rows(simd, launch.k, launch.words(1), k_rows, widened);
         for strip in strips(item, block, keys) {
             let first = strip.rows.start - item.rows.start;
-            let height = strip.rows.len().next_multiple_of(ROWS);
+            let height = strip.height();
             let (q, dout) = (&q[first * launch.q.columns..], &dout[first * launch.v.columns..]);
             tiles.products(simd, launch, [q, dout], [&*k, &*v], height, strip.tiles);
             for (r, row) in strip.rows.clone().enumerate() {
@@ -217,7 +217,7 @@ pub(super) fn dkv<'a, S: Simd>(
 
 /// Query rows and their upstream gradients, as f32; gives their number, rounded up to whole register tiles.
 #[inline(always)]
-fn gather(
+pub(super) fn gather(
     launch: &Launch<'_>,
     [b, h]: [usize; 2],
     rows: Range<usize>,
@@ -238,9 +238,14 @@ fn gather(
 }
 
 impl Tiles {
+    /// Line `r` of S or P, and of dP or dS.
+    pub(super) fn line(&self, r: usize) -> [&[f32]; 2] {
+        [&self.p, &self.ds].map(|tile| &tile[r * BLOCK..][..BLOCK])
+    }
+
     /// S = q k^T and dP = dout v^T, where tiles are not empty.
     #[inline(always)]
-    fn products<S: Simd>(
+    pub(super) fn products<S: Simd>(
         &mut self,
         simd: S,
         launch: &Launch<'_>,
@@ -266,7 +271,7 @@ impl Tiles {
     /// P and dS of line `r`, query row `row`, in place of S and dP.
     #[inline(always)]
     #[expect(clippy::too_many_arguments, reason = "the place, and what is there")]
-    fn gradient(
+    pub(super) fn gradient(
         &mut self,
         launch: &Launch<'_>,
         mods: &mut Mods<'_>,

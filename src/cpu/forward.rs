@@ -62,19 +62,25 @@ pub(super) fn forward<S: Simd>(
     m.resize(rows, f32::NEG_INFINITY);
     let mut o = vec![0.0; rows * out_stride];
     let mut l = vec![0.0; rows];
+    // Decoding: all rows are in one strip, and too few to share packed keys and values.
+    let few = launch.params.q_len as usize <= ROWS;
 
     for block in lists::blocks(launch.tables(), launch.list(item)) {
         let keys = launch.kv_len(item.b).saturating_sub(block.index * BLOCK).min(BLOCK);
         let strips = || strips(item, block, keys);
         let place = KeyBlock::new(launch, item, block.index, keys, strips());
-        place.pack_columns(simd, launch.k, launch.words(1), k, widened);
-        place.pack_rows(simd, launch.v, launch.words(2), v, widened);
+        if few {
+            place.dot(launch.k, launch.words(1), q, s, widened);
+        } else {
+            place.pack_columns(simd, launch.k, launch.words(1), k, widened);
+            place.pack_rows(simd, launch.v, launch.words(2), v, widened);
+        }
         for strip in strips() {
             let first = strip.rows.start - item.rows.start;
-            let height = strip.rows.len().next_multiple_of(ROWS);
+            let height = strip.height();
 
             // S = q k^T
-            for tiles in lists::stretches(strip.tiles) {
+            for tiles in lists::stretches(strip.tiles).filter(|_| !few) {
                 let columns = tiles.start * TILE..tiles.end * TILE;
                 let target = Target { data: &mut s[columns.start..], stride: BLOCK, add: false };
                 let left = Left::Rows(&q[first * head_dim..], head_dim);
@@ -112,7 +118,10 @@ pub(super) fn forward<S: Simd>(
             }
 
             // O += P v
-            for tiles in lists::stretches(strip.tiles) {
+            if few {
+                place.weigh(launch.v, launch.words(2), s, (&mut o, out_stride), widened);
+            }
+            for tiles in lists::stretches(strip.tiles).filter(|_| !few) {
                 let columns = tiles.start * TILE..tiles.end * TILE;
                 let left = Left::Rows(&s[columns.start..], BLOCK);
                 let target = Target { data: &mut o[first * out_stride..], stride: out_stride, add: true };

@@ -31,6 +31,8 @@ pub(super) struct Launch<'a> {
     pub(super) dout: View,
     pub(super) captures: Vec<Capture>,
     pub(super) scalars: Vec<Scalar>,
+    /// Captured tensors and scalars, as the uniform block describes them.
+    info: Vec<u32>,
     grid: u64,
 }
 
@@ -69,6 +71,7 @@ impl<'a> Launch<'a> {
             dout: View::new(params.dout, v_dim, spec.dtype),
             captures,
             scalars,
+            info,
             grid: grid.iter().map(|&n| u64::from(n)).product(),
             bindings,
         })
@@ -126,6 +129,11 @@ impl<'a> Launch<'a> {
         lists as usize + 4 * (row * blocks as usize + block)
     }
 
+    /// Where the gradient of capture `c` begins among those of all captured tensors.
+    pub(super) fn gradient_at(&self, c: usize) -> usize {
+        self.info.get(8 * c + 6).map_or(0, |&at| at as usize)
+    }
+
     /// Whether all batch entries read the same k and v.
     pub(super) fn shared_kv(&self) -> bool {
         self.params.k[1] == 0
@@ -167,6 +175,10 @@ fn read_info(
     captures: &[u32],
     large: &[u32],
 ) -> Result<(Vec<Capture>, Vec<Scalar>)> {
+    // Row statistics have a layout, but no mods that would read it.
+    if spec.mods.score.is_none() && spec.mods.mask.is_none() {
+        return Ok((Vec::new(), Vec::new()));
+    }
     let layout = &spec.layout;
     let word = |at: usize| info.get(at).copied().unwrap_or(0) as usize;
     let mut read = Vec::new();

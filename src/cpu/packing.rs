@@ -4,7 +4,7 @@ use fearless_simd::Simd;
 
 use super::launch::{Item, Launch};
 use super::lists::{Block, SIDE, TILE, Tile};
-use super::matrix::Panels;
+use super::matrix::{Panels, ROWS};
 use super::view::View;
 use crate::shape::BLOCK;
 
@@ -14,6 +14,13 @@ pub(super) struct Strip {
     pub(super) rows: std::ops::Range<usize>,
     /// Those past the keys that count are empty.
     pub(super) tiles: [Tile; SIDE],
+}
+
+impl Strip {
+    /// Its rows, rounded up to whole register tiles.
+    pub(super) fn height(&self) -> usize {
+        self.rows.len().next_multiple_of(ROWS)
+    }
 }
 
 /// The strips of an item; those without a tile are left out.
@@ -93,6 +100,39 @@ impl KeyBlock {
         }
     }
 
+    /// The scores of a few query rows, without packing: packing pays when many rows share it. `s` is
+    /// `[rows, BLOCK]`; columns of keys that do not count are left alone.
+    #[inline(always)]
+    pub(super) fn dot(&self, view: View, words: &[u32], q: &[f32], s: &mut [f32], widened: &mut Vec<f32>) {
+        for (key, _) in self.each().filter(|&(_, counts)| counts) {
+            let row = view.read(words, [self.b, self.kv_head, self.first + key], widened);
+            for (q, s) in q.chunks_exact(view.columns).zip(s.chunks_exact_mut(BLOCK)) {
+                s[key] = dot(q, row);
+            }
+        }
+    }
+
+    /// Adds the rows of `view`, weighed by the `[rows, BLOCK]` of `weights`, to the `[rows, stride]` of `o`.
+    #[inline(always)]
+    pub(super) fn weigh(
+        &self,
+        view: View,
+        words: &[u32],
+        weights: &[f32],
+        (o, stride): (&mut [f32], usize),
+        widened: &mut Vec<f32>,
+    ) {
+        for (key, _) in self.each().filter(|&(_, counts)| counts) {
+            let row = view.read(words, [self.b, self.kv_head, self.first + key], widened);
+            for (weights, o) in weights.chunks_exact(BLOCK).zip(o.chunks_exact_mut(stride)) {
+                let weight = weights[key];
+                for (o, x) in o.iter_mut().zip(row) {
+                    *o += weight * x;
+                }
+            }
+        }
+    }
+
     /// Packs rows of `view` as rows. Those of keys that do not count are zero: what lies there may be NaN, and
     /// 0 * NaN is too.
     #[inline(always)]
@@ -117,4 +157,19 @@ impl KeyBlock {
             }
         }
     }
+}
+
+/// The dot product, in lanes that become vectors.
+#[inline(always)]
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    const LANES: usize = 16;
+    let mut lanes = [0.0; LANES];
+    let (a, b) = (a.chunks_exact(LANES), b.chunks_exact(LANES));
+    let rest: f32 = a.remainder().iter().zip(b.remainder()).map(|(x, y)| x * y).sum();
+    for (a, b) in a.zip(b) {
+        for (lane, (x, y)) in lanes.iter_mut().zip(a.iter().zip(b)) {
+            *lane += x * y;
+        }
+    }
+    lanes.into_iter().sum::<f32>() + rest
 }

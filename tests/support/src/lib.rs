@@ -2,11 +2,13 @@
 //!
 //! - [`golden`] reads the golden files in `tests/goldens` (and any other file of that form),
 //! - [`budget`] says how far an output may be from its golden value,
+//! - [`conformance`] runs a golden case on a runtime and compares every output,
 //! - [`problem`] makes up inputs that f32, f16 and bf16 all hold exactly.
 //!
 //! Nothing here knows a kernel or a GPU: a case is tensors, two mods and a list of expected outputs.
 
 pub mod budget;
+pub mod conformance;
 pub mod golden;
 pub mod problem;
 
