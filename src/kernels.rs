@@ -125,6 +125,11 @@ impl Kernel {
 }
 
 impl Kernel {
+    /// Whether it computes out from q, k and v in one pass, so that it may meet all of them in one buffer.
+    pub const fn is_forward(self) -> bool {
+        matches!(self, Kernel::Forward | Kernel::ForwardSubgroup)
+    }
+
     /// Whether it uses subgroup operations, which a device has to be asked for.
     pub const fn uses_subgroups(self) -> bool {
         matches!(self, Kernel::ForwardSubgroup)
@@ -337,7 +342,7 @@ impl KernelSpec {
             if let Some(half) = half {
                 fill.slot_file("half", half, files)?;
             }
-            if self.pooled && matches!(self.kernel, Kernel::Forward | Kernel::ForwardSubgroup) {
+            if self.pooled && self.kernel.is_forward() {
                 for binding in ["q", "k", "v"] {
                     fill.writable(binding)?;
                 }
@@ -454,7 +459,7 @@ pub fn all_specs() -> Vec<KernelSpec> {
                 for (f16, pooled) in [(F16::Packed, false), (F16::Native, false), (F16::Packed, true)] {
                     let aligned = head_dim % 4 == 0 && v_dim % 4 == 0;
                     if f16 == F16::Native && (dtype != DType::F16 || !aligned)
-                        || pooled && !matches!(row.kernel, Kernel::Forward | Kernel::ForwardSubgroup)
+                        || pooled && !row.kernel.is_forward()
                     {
                         continue;
                     }

@@ -483,7 +483,7 @@ impl Cache {
     ) -> Result<Arc<KernelSpec>> {
         let dims = [call.shape.head_dim as u32, call.shape.v_dim as u32];
         let aligned = call.aligned();
-        let pooled = call.pooled && kernel == Kernel::Forward;
+        let pooled = call.pooled && kernel.is_forward();
         let (score, mask) = (call.score.filter(|_| mods.is_some()), call.mask.filter(|_| mods.is_some()));
         // On the CPU behind a GPU interface, unpacking words beats 16-bit loads (measured: 1.6x).
         let native = profile.f16 && call.dtype == DType::F16 && aligned && !profile.software;
