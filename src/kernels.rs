@@ -210,7 +210,7 @@ impl KernelSpec {
             v_dim,
             tile: Tile::choose(kernel, dtype, head_dim, v_dim, &profile)?,
             metal: None,
-            aligned: head_dim % 4 == 0 && v_dim % 4 == 0,
+            aligned: head_dim.is_multiple_of(4) && v_dim.is_multiple_of(4),
             pooled: false,
             mods: Mods::default(),
             layout: Layout::default(),

@@ -131,7 +131,7 @@ fn check_promises(mask: &BlockMask) {
             (0..rows).map(|row| blocks_of(mask.rows(), matrix * rows + row, columns)).collect();
         for column in 0..columns {
             let by_column = blocks_of(mask.transposed(), matrix * columns + column, rows);
-            assert!(by_column.iter().enumerate().all(|(row, map)| by_row[row][column] == *map));
+            assert!(by_row.iter().zip(&by_column).all(|(row, map)| row[column] == *map));
         }
     }
 }
@@ -600,7 +600,7 @@ fn tables_list_both_orders_by_absolute_offsets() -> Result<()> {
             assert_eq!(read(header[2], header[3]), lists.partials_of(row));
         }
     }
-    assert_eq!(mask.tables(u32::MAX).unwrap_err().is_overflow(), true);
+    assert!(mask.tables(u32::MAX).unwrap_err().is_overflow());
     Ok(())
 }
 

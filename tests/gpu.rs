@@ -30,7 +30,6 @@ fn tensor(gpu: &Gpu, seed: u32, shape: [usize; 4]) -> Tensor {
 }
 
 /// Attention from its definition in f64, for `keep` and `score` over (h, q, kv); all inputs row-major.
-#[expect(clippy::too_many_arguments, reason = "the sizes of attention are many")]
 fn naive(
     [q, k, v]: [&[f32]; 3],
     [batch, q_heads, kv_heads]: [usize; 3],

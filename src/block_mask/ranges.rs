@@ -241,7 +241,7 @@ impl Line {
             // the end of the line itself.
             let fits = |level: usize| {
                 let size = CHUNK << level;
-                at % size == 0 && (at + size <= end || end == self.len)
+                at.is_multiple_of(size) && (at + size <= end || end == self.len)
             };
             if !fits(0) {
                 span = widen(span, [get(base + at * self.stride); 2]);

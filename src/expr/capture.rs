@@ -223,13 +223,13 @@ impl Capture {
                 "capture {name} is declared {dtype} but holds other values"
             )));
         }
-        if let Some(len) = data.host_len() {
-            if expected != Some(len) {
-                return Err(Error::Expression(format!(
-                    "capture {name} has {len} values but its shape {shape:?} needs {}",
-                    expected.map_or("more than fit in memory".into(), |n| n.to_string())
-                )));
-            }
+        if let Some(len) = data.host_len()
+            && expected != Some(len)
+        {
+            return Err(Error::Expression(format!(
+                "capture {name} has {len} values but its shape {shape:?} needs {}",
+                expected.map_or("more than fit in memory".into(), |n| n.to_string())
+            )));
         }
         Ok(Capture { name: name.into(), dtype, shape: shape.to_vec(), data })
     }

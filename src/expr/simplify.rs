@@ -135,8 +135,8 @@ fn float(op: &Op, a: &Expr, b: &Expr) -> Option<Expr> {
     match op {
         Op::Mul if is(b, 1) => Some(a.clone()),
         Op::Mul if is(a, 1) => Some(b.clone()),
-        Op::Mul if is(b, -1) => build(Op::Neg, &[a.clone()]),
-        Op::Mul if is(a, -1) => build(Op::Neg, &[b.clone()]),
+        Op::Mul if is(b, -1) => build(Op::Neg, std::slice::from_ref(a)),
+        Op::Mul if is(a, -1) => build(Op::Neg, std::slice::from_ref(b)),
         Op::Div if is(b, 1) => Some(a.clone()),
         // x - 0 is x even for -0; x + 0 is not.
         Op::Sub if is(b, 0) => Some(a.clone()),

@@ -34,7 +34,7 @@ pub fn document(ids: &[i32]) -> MaskMod {
 /// # Ok::<(), flexattn::Error>(())
 /// ```
 pub fn document_per_batch(ids: &[i32], batch: usize) -> MaskMod {
-    if batch == 0 || ids.len() % batch != 0 {
+    if batch == 0 || !ids.len().is_multiple_of(batch) {
         return refused(
             "batch",
             batch,

@@ -127,7 +127,7 @@ fn derivatives_of_random_expressions_equal_central_differences() {
             if all.iter().any(|lane| lane.to_f64().is_nan()) {
                 return Ok(());
             }
-            let program = Program::new(&[expr.clone()]);
+            let program = Program::new(std::slice::from_ref(&expr));
             let f = |score: f64| program.eval(&env, &Point { score, ..at }).unwrap()[0].to_f64();
             if let Some(expected) = differences(f, at.score) {
                 let got = value(&d[0], &captures, at);

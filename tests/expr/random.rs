@@ -6,11 +6,11 @@ use flexattn::expr::{Expr, IndexBox, Input, Op, Point, ScalarDecl, Type};
 use flexattn::{Capture, Scalar};
 use proptest::prelude::*;
 
-pub const Q_LEN: usize = 40;
-pub const KV_LEN: usize = 56;
+pub(super) const Q_LEN: usize = 40;
+pub(super) const KV_LEN: usize = 56;
 
 /// The captured tensors that random expressions read.
-pub fn captures() -> Vec<Capture> {
+pub(super) fn captures() -> Vec<Capture> {
     static CAPTURES: OnceLock<Vec<Capture>> = OnceLock::new();
     CAPTURES
         .get_or_init(|| {
@@ -32,7 +32,7 @@ pub fn captures() -> Vec<Capture> {
         .clone()
 }
 
-pub fn scalars() -> Vec<Scalar> {
+pub(super) fn scalars() -> Vec<Scalar> {
     vec![
         Scalar::f32("cap", 1.75).unwrap().into(),
         Scalar::i32("shift", -3).unwrap().into(),
@@ -40,7 +40,7 @@ pub fn scalars() -> Vec<Scalar> {
     ]
 }
 
-pub fn point() -> impl Strategy<Value = Point<f64>> {
+pub(super) fn point() -> impl Strategy<Value = Point<f64>> {
     let q = prop_oneof![0..40i32, Just(-1), Just(-40), Just(100_000)];
     (0..3i32, 0..4i32, q, 0..56i32, -6.0..6.0f64).prop_map(|(b, h, q, kv, score)| Point {
         score: f64::from(score as f32),
@@ -51,7 +51,7 @@ pub fn point() -> impl Strategy<Value = Point<f64>> {
     })
 }
 
-pub fn index_box() -> impl Strategy<Value = IndexBox> {
+pub(super) fn index_box() -> impl Strategy<Value = IndexBox> {
     let side = |most: i32| prop_oneof![Just(0), 0..8i32, 0..most];
     (0..3i32, 0..4i32, -8..40i32, side(40), 0..56i32, side(56)).prop_map(|(b, h, q, dq, kv, dkv)| IndexBox {
         b: (b, b),
@@ -273,12 +273,12 @@ impl Tape {
 }
 
 /// A random expression of type `ty`, not simplified.
-pub fn expr(ty: Type, depth: u32) -> impl Strategy<Value = Expr> {
+pub(super) fn expr(ty: Type, depth: u32) -> impl Strategy<Value = Expr> {
     prop::collection::vec(any::<u32>(), 20..200)
         .prop_map(move |numbers| Tape { numbers, next: 0 }.expr(ty, depth))
 }
 
 /// A random expression of any type, not simplified.
-pub fn any_expr() -> impl Strategy<Value = Expr> {
+pub(super) fn any_expr() -> impl Strategy<Value = Expr> {
     prop_oneof![expr(Type::F32, 5), expr(Type::I32, 4), expr(Type::U32, 4), expr(Type::Bool, 5)]
 }

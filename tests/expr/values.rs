@@ -70,8 +70,9 @@ fn every_integer_operation_simplifies_to_the_same_value() {
     ];
     let mut checked = 0;
     for unsigned in [false, true] {
-        let convert =
-            |e: &Expr| if unsigned { Expr::exact(Op::ToU32, &[e.clone()]).unwrap() } else { e.clone() };
+        let convert = |e: &Expr| {
+            if unsigned { Expr::exact(Op::ToU32, std::slice::from_ref(e)).unwrap() } else { e.clone() }
+        };
         let constant = |x: i32| if unsigned { Expr::constant(x as u32) } else { Expr::constant(x) };
         for op in &ops {
             let mut pairs = vec![(convert(&q), convert(&q)), (convert(&q), convert(&kv))];
@@ -117,7 +118,7 @@ fn every_float_operation_simplifies_to_the_same_value() {
     ];
     for op in ops {
         let mut pairs = vec![(s.clone(), s.clone())];
-        let negated = Expr::exact(Op::Neg, &[s.clone()]).unwrap();
+        let negated = Expr::exact(Op::Neg, std::slice::from_ref(&s)).unwrap();
         pairs.push((s.clone(), negated.clone()));
         pairs.push((negated.clone(), negated));
         for edge in edges {
@@ -126,7 +127,7 @@ fn every_float_operation_simplifies_to_the_same_value() {
         }
         for (a, b) in pairs {
             let raw = Expr::exact(op.clone(), &[a, b]).unwrap();
-            for raw in [raw.clone(), Expr::exact(Op::Not, &[raw.clone()]).unwrap_or(raw)] {
+            for raw in [raw.clone(), Expr::exact(Op::Not, std::slice::from_ref(&raw)).unwrap_or(raw)] {
                 let simple = simplified(&raw);
                 for x in edges {
                     let at = Point { score: f64::from(x), b: 0, h: 0, q: 0, kv: 0 };
@@ -172,7 +173,7 @@ proptest! {
     fn range_holds_every_value_in_f32_and_f64(expr in random::any_expr(), at in random::index_box(), inside in prop::collection::vec((0.0..1.0f64, 0.0..1.0f64, -4.0..4.0f64), 12)) {
         let (captures, scalars) = (random::captures(), random::scalars());
         let env = Env::new(&captures, &scalars, Q_LEN, KV_LEN).unwrap();
-        let program = Program::new(&[expr.clone()]);
+        let program = Program::new(std::slice::from_ref(&expr));
         let range = program.range(&env, &at).unwrap()[0];
         let (mut in64, mut in32) = (program.bind::<f64>(&env).unwrap(), program.bind::<f32>(&env).unwrap());
         for (x, y, score) in inside {
@@ -191,7 +192,7 @@ proptest! {
     fn a_row_equals_its_points(expr in random::any_expr(), at in random::point(), scores in prop::collection::vec(-4.0..4.0f64, 9)) {
         let (captures, scalars) = (random::captures(), random::scalars());
         let env = Env::new(&captures, &scalars, Q_LEN, KV_LEN).unwrap();
-        let program = Program::new(&[expr.clone()]);
+        let program = Program::new(std::slice::from_ref(&expr));
         let mut bound = program.bind::<f64>(&env).unwrap();
         bound.row(at.b, at.h, at.q, at.kv, &scores, scores.len());
         let row = bound.output(0).clone();
@@ -318,7 +319,8 @@ fn overflow_that_follows_from_the_position_is_refused() {
     assert!(refused("wrapping_mul(q, 70000) > 5").is_ok());
     assert!(refused("q * 7 + kv > 5").is_ok());
     // From a constant alone.
-    let constant = MaskMod::new(|i| (i.q() * 0 + i32::MAX + 1).gt(i.kv()));
+    let nothing = 0;
+    let constant = MaskMod::new(|i| (i.q() * nothing + i32::MAX + 1).gt(i.kv()));
     assert!(constant.expr().check(&env, &all).is_err(), "{}", constant.expr());
 }
 
