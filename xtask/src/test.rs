@@ -18,6 +18,12 @@ struct Wanted {
     names: Vec<String>,
 }
 
+impl Wanted {
+    fn runs(&self, suite: &Suite) -> bool {
+        self.full || !self.names.is_empty() || !suite.apart
+    }
+}
+
 pub(crate) fn main(mut arguments: lexopt::Parser) -> Result<bool, Box<dyn std::error::Error>> {
     let mut wanted = Wanted::default();
     while let Some(argument) = arguments.next()? {
@@ -45,7 +51,9 @@ pub(crate) fn main(mut arguments: lexopt::Parser) -> Result<bool, Box<dyn std::e
     if wanted.install {
         let start = Instant::now();
         println!("== install");
-        let mut needs: Vec<Need> = suites.iter().flat_map(|suite| suite.needs).copied().collect();
+        let runs = |suite: &&&Suite| wanted.runs(suite);
+        let mut needs: Vec<Need> =
+            suites.iter().filter(runs).flat_map(|suite| suite.needs).copied().collect();
         needs.sort_by_key(|need| *need as u8);
         needs.dedup();
         machine::install(&needs);
@@ -54,7 +62,11 @@ pub(crate) fn main(mut arguments: lexopt::Parser) -> Result<bool, Box<dyn std::e
     for suite in suites {
         let start = Instant::now();
         println!("\n== {}: {}", suite.name, suite.what);
-        let outcome = run(suite, wanted.full);
+        let outcome = if wanted.runs(suite) {
+            run(suite, wanted.full)
+        } else {
+            Outcome::Skipped(format!("runs with `--full`, or as `cargo xtask test {}`", suite.name))
+        };
         let time = start.elapsed();
         if let Outcome::Skipped(why) = &outcome {
             println!("skipped: {why}");

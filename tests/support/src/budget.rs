@@ -68,7 +68,11 @@ impl Budget {
                     DType::F32 => (10.0, 1e-6),
                     DType::F16 | DType::BF16 => (2.0, 1e-5),
                 };
-                Self { mean: factor * reference + floor * largest, max: f64::INFINITY, relative: 0.0 }
+                // The sinks' gradients have no stored error; each adds up what rounding out leaves in
+                // every row, and terms of both signs cancel.
+                let cancelled = if gradient == "dcap.sink" && dtype != DType::F32 { 8.0 } else { 1.0 };
+                let mean = cancelled * factor * reference + floor * largest;
+                Self { mean, max: f64::INFINITY, relative: 0.0 }
             }
         }
     }
