@@ -15,6 +15,7 @@ use flexattn::{Attention, AttentionShape, BlockMask, BlockShape, Capture, Gpu, M
 use flexattn_testing::Golden;
 use flexattn_testing::problem::Numbers;
 
+#[expect(dead_code, reason = "the bench uses more of the baseline")]
 #[path = "bench/baseline.rs"]
 mod baseline;
 

@@ -12,13 +12,13 @@ fn eval64(expr: &Expr, captures: &[Capture], scalars: &[Scalar], at: Point<f64>)
 }
 
 /// The same expression with every operation simplified.
-pub fn simplified(expr: &Expr) -> Expr {
+pub(crate) fn simplified(expr: &Expr) -> Expr {
     let args: Vec<Expr> = expr.args().iter().map(simplified).collect();
     if args.is_empty() { expr.clone() } else { Expr::new(expr.op().clone(), &args).unwrap() }
 }
 
 /// The expression and everything in it.
-pub fn all_parts(expr: &Expr) -> Vec<Expr> {
+pub(crate) fn all_parts(expr: &Expr) -> Vec<Expr> {
     let mut parts = vec![expr.clone()];
     let mut next = 0;
     while next < parts.len() {

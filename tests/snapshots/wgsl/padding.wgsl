@@ -180,7 +180,7 @@ fn captured_length(i0: i32) -> i32 {
 struct Row { r0: bool, r1: i32 }
 fn row_mod(b: i32, h: i32, q: i32) -> Row {
   let v0 = captured_length(b);
-  return Row(q < v0, v0);
+  return Row((q < v0), v0);
 }
 //@end
 

@@ -96,7 +96,6 @@ where
 }
 
 /// Every output of a case by name; an error of its own for gradients, which a tier may not have.
-#[expect(clippy::type_complexity, reason = "outputs by name")]
 async fn outputs<R: Runtime>(
     runtime: &R,
     golden: &Golden,
@@ -128,7 +127,6 @@ where
 }
 
 /// The gradients of these names.
-#[expect(clippy::type_complexity, reason = "outputs by name")]
 async fn gradients<R: Runtime>(
     attention: &Attention,
     golden: &Golden,
