@@ -68,6 +68,11 @@ pub fn slots(mods: &Mods, layout: &Layout, language: Language) -> Result<Vec<(&'
     expect(&score, Type::F32, "score_mod")?;
     if let Some(mask) = &mods.mask {
         expect(mask, Type::Bool, "mask_mod")?;
+        if mask.inputs().contains(Input::Score) {
+            return Err(Error::expression(format!(
+                "a mask_mod cannot read the score; select in the score_mod: {mask}"
+            )));
+        }
     }
     let gradient = (mods.grad || !mods.terms.is_empty()).then(|| Gradient::of(&score)).transpose()?;
     let terms = match &gradient {

@@ -197,16 +197,16 @@ impl Capture {
     pub fn new(name: &str, dtype: CaptureType, shape: &[usize], data: CaptureData) -> Result<Capture> {
         check_name("capture", name)?;
         if shape.len() > 4 {
-            return Err(Error::Expression(format!(
-                "capture {name} has {} dimensions but may have at most 4; reshape it",
-                shape.len()
-            )));
+            return Err(Error::capture(
+                name,
+                format!("it has {} dimensions but may have at most 4; reshape it", shape.len()),
+            ));
         }
         if let Some(dim) = shape.iter().find(|d| **d == 0 || **d > i32::MAX as usize) {
-            return Err(Error::Expression(format!(
-                "capture {name} has a dimension of {dim}; each must be 1 to {}",
-                i32::MAX
-            )));
+            return Err(Error::capture(
+                name,
+                format!("it has a dimension of {dim} but each must be 1 to {}", i32::MAX),
+            ));
         }
         let expected = shape.iter().try_fold(1usize, |n, d| n.checked_mul(*d));
         let fits = match &data {
@@ -219,17 +219,18 @@ impl Capture {
             CaptureData::Device(_) => true,
         };
         if !fits {
-            return Err(Error::Expression(format!(
-                "capture {name} is declared {dtype} but holds other values"
-            )));
+            return Err(Error::capture(name, format!("it is declared {dtype} but holds other values")));
         }
         if let Some(len) = data.host_len()
             && expected != Some(len)
         {
-            return Err(Error::Expression(format!(
-                "capture {name} has {len} values but its shape {shape:?} needs {}",
-                expected.map_or("more than fit in memory".into(), |n| n.to_string())
-            )));
+            return Err(Error::capture(
+                name,
+                format!(
+                    "it has {len} values but its shape {shape:?} needs {}",
+                    expected.map_or("more than fit in memory".into(), |n| n.to_string())
+                ),
+            ));
         }
         Ok(Capture { name: name.into(), dtype, shape: shape.to_vec(), data })
     }

@@ -1,6 +1,6 @@
 //! Kernel text runs on a GPU adapter and gives what the expression says.
 
-use flexattn::expr::{Column, Env, Expr, IndexBox, Input, Op, Point, Program, Range, Type};
+use flexattn::expr::{Column, Env, Expr, IndexBox, Op, Point, Program, Range, Type};
 use flexattn::kernels::Language;
 use flexattn::lower::{Layout, Mods, slots};
 use flexattn::{Capture, Scalar, ScoreMod};
@@ -174,6 +174,11 @@ fn range_at(program: &Program, env: &Env<'_>, at: &Point<f64>) -> Range {
 
 #[test]
 fn kernel_text_of_random_expressions_gives_their_values() {
+    if std::env::var_os("FLEXATTN_FULL").is_none() {
+        println!("skipped: random expressions on the GPU run with FLEXATTN_FULL=1");
+        return;
+    }
+
     let Some(bench) = Bench::new() else {
         println!("SKIPPED: no GPU adapter");
         return;
@@ -188,10 +193,8 @@ fn kernel_text_of_random_expressions_gives_their_values() {
         ..ProptestConfig::default()
     });
     let points = prop::collection::vec(random::point(), POINTS);
-    let masks = random::expr(Type::Bool, 4)
-        .prop_filter("a mask reads no score", |mask| !mask.inputs().contains(Input::Score));
     runner
-        .run(&(random::any_expr(), masks, points), |(expr, mask, points)| {
+        .run(&(random::any_expr(), random::mask(4), points), |(expr, mask, points)| {
             // Integers pass as two halves that f32 holds exactly.
             let halves: Vec<Expr> = match expr.ty() {
                 Type::F32 => vec![expr.clone()],

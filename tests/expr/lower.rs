@@ -137,11 +137,21 @@ fn scalars_follow_the_captures_in_info() {
     let _: &[Scalar] = score.scalars();
 }
 
+#[test]
+fn a_mask_that_reads_the_score_is_refused() {
+    let score = flexattn::expr::Expr::input(flexattn::expr::Input::Score);
+    let above = flexattn::expr::Op::Gt;
+    let mask = flexattn::expr::Expr::new(above, &[score, flexattn::expr::Expr::constant(0.0f32)]).unwrap();
+    let mods = Mods { mask: Some(mask), ..Mods::default() };
+    let error = slots(&mods, &Layout::default(), Language::Wgsl).unwrap_err().to_string();
+    assert!(error.contains("score > 0.0"), "{error}");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn text_has_one_balanced_body_in_both_languages(score in random::expr(Type::F32, 5), mask in random::expr(Type::Bool, 5)) {
+    fn text_has_one_balanced_body_in_both_languages(score in random::expr(Type::F32, 5), mask in random::mask(5)) {
         let mods = Mods { score: Some(score), mask: Some(mask), grad: true, ..Mods::default() };
         for language in [Language::Wgsl, Language::Msl] {
             for (name, text) in lowered(&mods, language) {

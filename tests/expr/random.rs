@@ -282,3 +282,10 @@ pub(super) fn expr(ty: Type, depth: u32) -> impl Strategy<Value = Expr> {
 pub(super) fn any_expr() -> impl Strategy<Value = Expr> {
     prop_oneof![expr(Type::F32, 5), expr(Type::I32, 4), expr(Type::U32, 4), expr(Type::Bool, 5)]
 }
+
+/// A random mask, not simplified but where the score was: a mask reads none.
+pub(super) fn mask(depth: u32) -> impl Strategy<Value = Expr> {
+    expr(Type::Bool, depth).prop_map(|e| {
+        e.replace_inputs(|input| (input == Input::Score).then(|| Expr::constant(0.75f32))).unwrap()
+    })
+}
