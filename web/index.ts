@@ -523,6 +523,27 @@ export interface Output<R extends Residence, D extends HostData | GPUBuffer = Ho
   readonly max: FloatsIn<R> | null;
 }
 
+/** What {@link Attention.backward} is given and asked for. */
+export interface BackwardOptions<R extends Residence = Residence> extends CallOptions<R> {
+  /** Gradient of `lse`, `[batch, heads, qLen]`; 0 unless given. */
+  readonly dlse?: Float32Array | GPUBuffer | undefined;
+  /** Which gradients: all of q, k and v unless given. Only these are computed. */
+  readonly wants?: readonly ("q" | "k" | "v" | "sinks")[] | undefined;
+  /** Names of captured float tensors that the score mod reads and whose gradients are wanted. */
+  readonly wantsCaptures?: readonly string[] | undefined;
+}
+
+/** Gradients. What was not asked for is `null`. */
+export interface Gradients<R extends Residence, D extends HostData | GPUBuffer = HostData | GPUBuffer> {
+  readonly dq: OutputTensor<DataIn<R, D>> | null;
+  readonly dk: OutputTensor<DataIn<R, D>> | null;
+  readonly dv: OutputTensor<DataIn<R, D>> | null;
+  /** `[heads]`: of the attention sinks. */
+  readonly dsinks: FloatsIn<R> | null;
+  /** By name, in the capture's shape, f32. */
+  readonly captures: Readonly<Record<string, FloatsIn<R>>>;
+}
+
 /**
  * An attention operation: a mask, a score modification, and the kernel that they became.
  *
@@ -548,6 +569,18 @@ export class Attention {
     options: ForwardOptions<R> = {},
   ): Promise<Output<R, D>> {
     return this.raw.forward(q, k, v, options) as Promise<Output<R, D>>;
+  }
+
+  /** Gradients of a loss, given those of `out` and, if it depends on it, of `lse`. `output` is what {@link forward} returned for the same q, k and v. */
+  backward<D extends HostData | GPUBuffer, R extends Residence = HomeOf<D>>(
+    q: Tensor<D>,
+    k: Tensor,
+    v: Tensor,
+    output: Output<Residence>,
+    dout: Tensor,
+    options: BackwardOptions<R> = {},
+  ): Promise<Gradients<R, D>> {
+    return this.raw.backward(q, k, v, output, dout, options) as Promise<Gradients<R, D>>;
   }
 
   /** The attention weights of some query rows, `[batch, heads, rows.length, kvLen]`: for looking at, not for speed. */

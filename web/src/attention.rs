@@ -7,7 +7,10 @@ use std::sync::Arc;
 
 use flexattn::expr::{MaskMod, ScoreMod};
 use flexattn::reference::{self, Problem};
-use flexattn::{AttentionShape, BlockMask, Error, Output, Params, PerBatch, Result, Runtime, Tensor, Usage};
+use flexattn::{
+    AttentionShape, BlockMask, DType, Error, Layout, Output, Params, PerBatch, Result, Runtime, Saved,
+    Tensor, Usage, Wanted,
+};
 use js_sys::futures::future_to_promise;
 use js_sys::{ArrayBuffer, Float32Array, Float64Array, Object, Promise};
 use wasm_bindgen::JsValue;
@@ -18,7 +21,7 @@ use crate::gpu::Gpu;
 use crate::js;
 use crate::mods::{self, Values, numbers};
 use crate::runtime::{Buffer, Page};
-use crate::tensor::{Given, object, typed};
+use crate::tensor::{Given, gpu_buffer, object, typed};
 
 type Outcome<T> = std::result::Result<T, Failure>;
 
@@ -133,6 +136,19 @@ impl Attention {
     /// `{ out, lse, max }`
     pub fn forward(&self, q: &JsValue, k: &JsValue, v: &JsValue, options: &JsValue) -> Promise {
         promise(self.try_forward([q, k, v], options))
+    }
+
+    /// `{ dq, dk, dv, dsinks, captures }`
+    pub fn backward(
+        &self,
+        q: &JsValue,
+        k: &JsValue,
+        v: &JsValue,
+        output: &JsValue,
+        dout: &JsValue,
+        options: &JsValue,
+    ) -> Promise {
+        promise(self.try_backward([q, k, v], output, dout, options))
     }
 
     /// Weights of some rows.
@@ -298,6 +314,93 @@ impl Attention {
         })
     }
 
+    fn try_backward(
+        &self,
+        tensors: [&JsValue; 3],
+        output: &JsValue,
+        dout: &JsValue,
+        options: &JsValue,
+    ) -> Outcome<impl Future<Output = Result<JsValue>> + use<>> {
+        let [q, k, v] = given(tensors)?;
+        let shape = AttentionShape::new(&q.layout, &k.layout, &v.layout)?;
+        let attention = self.for_call(&shape, options)?;
+        let home = home(options, &q)?;
+        let wanted = wanted(options)?;
+        let part = |of: &JsValue, name: &str| {
+            js::field(of, name).ok_or_else(|| js::wrong("output", "what forward returned"))
+        };
+        let (out, lse) = (Given::read(&part(output, "out")?, "output.out")?, part(output, "lse")?);
+        let dout = Given::read(dout, "dout")?;
+        let dlse = js::field(options, "dlse");
+        let rows = Layout::contiguous([shape.batch, shape.q_heads, shape.q_len, 1])?;
+        let page = self.page.clone();
+        let (work, call) = page.call(|| {
+            let (q, k, v) = (tensor(&page, &q, "q")?, tensor(&page, &k, "k")?, tensor(&page, &v, "v")?);
+            let row_values = |data: JsValue, name: &str| {
+                let on_gpu = gpu_buffer(&data).is_some();
+                tensor(&page, &Given { dtype: DType::F32, layout: rows, data, on_gpu }, name)
+            };
+            let output = Output {
+                out: tensor(&page, &out, "output.out")?,
+                lse: Some(row_values(lse, "output.lse")?),
+                max: None,
+            };
+            let dout = tensor(&page, &dout, "dout")?;
+            let dlse = dlse.map(|dlse| row_values(dlse, "dlse")).transpose()?;
+            let saved = Saved::new(&q, &k, &v, &output)?;
+            let found = attention.backward(&page, &saved, &dout, dlse.as_ref(), &wanted)?;
+            let mut named: Vec<(String, Tensor<Page>)> = Vec::new();
+            for (name, tensor) in
+                [("dq", found.dq), ("dk", found.dk), ("dv", found.dv), ("dsinks", found.dsinks)]
+            {
+                named.extend(tensor.map(|tensor| (name.to_owned(), tensor)));
+            }
+            let tensors = named.len();
+            named.extend(found.captures);
+            let results = match home {
+                Home::Host => {
+                    Results::Fetch(page.fetch(named.iter().map(|(_, tensor)| part_of(tensor)).collect()))
+                }
+                Home::Gpu => Results::Keep(
+                    named.iter().map(|(_, tensor)| own_buffer(&page, tensor)).collect::<Result<_>>()?,
+                ),
+            };
+            Ok((named, tensors, results))
+        })?;
+        let (named, tensors, results) = work;
+        let like = q.data;
+        Ok(async move {
+            let data: Vec<JsValue> = match results {
+                Results::Fetch(arrays) => {
+                    let arrays = arrays.await?;
+                    call.checked().await?;
+                    arrays
+                        .into_iter()
+                        .zip(&named)
+                        .map(|(array, (_, tensor))| typed(array, tensor.dtype(), &like))
+                        .collect()
+                }
+                Results::Keep(buffers) => {
+                    call.submitted().await?;
+                    buffers.iter().map(|buffer| Ok(buffer.release()?.into())).collect::<Result<_>>()?
+                }
+            };
+            let (gradients, captures) = (Object::new(), Object::new());
+            for name in ["dq", "dk", "dv", "dsinks"] {
+                js::set(&gradients, name, &JsValue::NULL);
+            }
+            for (at, ((name, tensor), data)) in named.iter().zip(&data).enumerate() {
+                match name.as_str() {
+                    _ if at >= tensors => js::set(&captures, name, data),
+                    "dsinks" => js::set(&gradients, name, data),
+                    _ => js::set(&gradients, name, &object(data, tensor.shape(), tensor.dtype())),
+                }
+            }
+            js::set(&gradients, "captures", &captures);
+            Ok(gradients.into())
+        })
+    }
+
     fn try_weights(
         &self,
         q: &JsValue,
@@ -438,13 +541,18 @@ fn home(options: &JsValue, q: &Given) -> Result<Home> {
     }
 }
 
+enum Results<F> {
+    Fetch(F),
+    Keep(Vec<Buffer>),
+}
+
 enum Work<F> {
     Fetch(F),
     Keep(Buffer, Buffer, Option<Buffer>),
 }
 
 /// The part of a tensor's buffer that holds its elements, which have no gaps.
-fn part(tensor: &Tensor<Page>) -> (Buffer, Range<u64>) {
+fn part_of(tensor: &Tensor<Page>) -> (Buffer, Range<u64>) {
     let (layout, size) = (tensor.layout(), tensor.dtype().size());
     let start = (layout.offset * size) as u64;
     (tensor.buffer().clone(), start..start + (layout.elements() * size) as u64)
@@ -458,21 +566,54 @@ fn fetch(
     page: &Page,
     output: &Output<Page>,
 ) -> Result<impl Future<Output = Result<Vec<ArrayBuffer>>> + use<>> {
-    let mut parts = vec![part(&output.out), part(lse(output)?)];
-    parts.extend(output.max.as_ref().map(part));
+    let mut parts = vec![part_of(&output.out), part_of(lse(output)?)];
+    parts.extend(output.max.as_ref().map(part_of));
     Ok(page.fetch(parts))
 }
 
 /// Buffers for the page to own: out and lse themselves, and a copy of max, which lies behind lse.
 fn keep<F>(page: &Page, output: &Output<Page>) -> Result<Work<F>> {
-    let max = match &output.max {
-        None => None,
-        Some(max) => {
-            let (from, range) = part(max);
-            let to = page.create("max", range.end - range.start, Usage::Tensor)?;
-            page.copy(&from, range, &to)?;
-            Some(to)
-        }
-    };
+    let max = output.max.as_ref().map(|max| own_buffer(page, max)).transpose()?;
     Ok(Work::Keep(output.out.buffer().clone(), lse(output)?.buffer().clone(), max))
+}
+
+/// A buffer that holds the tensor and nothing else: its own, or a copy.
+fn own_buffer(page: &Page, tensor: &Tensor<Page>) -> Result<Buffer> {
+    let (from, range) = part_of(tensor);
+    let whole = range.end.next_multiple_of(4);
+    if range.start == 0 && whole == page.size(&from) {
+        return Ok(from);
+    }
+    let to = page.create("result", whole - range.start, Usage::Tensor)?;
+    page.copy(&from, range.start..whole, &to)?;
+    Ok(to)
+}
+
+/// `{ wants?, wantsCaptures? }`
+fn wanted(options: &JsValue) -> Result<Wanted> {
+    let names = |field: &str| -> Result<Option<Vec<String>>> {
+        let Some(value) = js::field(options, field) else { return Ok(None) };
+        let names = js::list(&value, field)?.iter().map(JsValue::as_string).collect::<Option<Vec<_>>>();
+        names.map(Some).ok_or_else(|| js::wrong(field, "a list of names"))
+    };
+    let mut wanted = Wanted { captures: names("wantsCaptures")?.unwrap_or_default(), ..Wanted::default() };
+    match names("wants")? {
+        None => (wanted.q, wanted.k, wanted.v) = (true, true, true),
+        Some(names) => {
+            for name in names {
+                match name.as_str() {
+                    "q" => wanted.q = true,
+                    "k" => wanted.k = true,
+                    "v" => wanted.v = true,
+                    "sinks" => wanted.sinks = true,
+                    other => {
+                        return Err(Error::unsupported(format!(
+                            "wants has {other} but may have q, k, v and sinks; captured tensors are named in wantsCaptures"
+                        )));
+                    }
+                }
+            }
+        }
+    }
+    Ok(wanted)
 }

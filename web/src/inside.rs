@@ -2,7 +2,7 @@
 //! kernels that mods become.
 
 use flexattn::expr::{Capture, CaptureData, Expr, MaskMod, ScoreMod, Value};
-use flexattn::kernels::{Kernel, KernelSpec, Language};
+use flexattn::kernels::{Kernel, KernelSpec, Language, Loader};
 use flexattn::lower::{Layout, Mods};
 use flexattn::{DType, Error, Params, Result, Scalar, masks, scores};
 use js_sys::{Array, Float32Array, Int32Array, Object, Uint8Array, Uint16Array, Uint32Array};
@@ -139,6 +139,9 @@ fn diagnostic(which: Which, failure: &Failure, given: &JsValue) -> JsValue {
     object.into()
 }
 
+/// Workgroup memory that every WebGPU device has, in bytes.
+const WORKGROUP_MEMORY: u32 = 16 << 10;
+
 /// The kernels of a pass.
 #[wasm_bindgen(unchecked_return_type = "any")]
 pub fn emit(options: &JsValue) -> std::result::Result<Array, JsValue> {
@@ -158,8 +161,12 @@ fn try_emit(options: &JsValue) -> std::result::Result<Array, Failure> {
             return Err(Error::unsupported(format!("language is {other} but must be wgsl or msl")).into());
         }
     };
+    let subgroup =
+        language == Language::WgslWeb && js::string(options, "tier")?.as_deref() == Some("subgroup");
     let kernels: &[Kernel] = match js::string(options, "pass")?.as_deref() {
+        Some("forward") | None if subgroup => &[Kernel::ForwardSubgroup],
         Some("forward") | None => &[Kernel::Forward],
+        Some("decode") => &[Kernel::DecodeSplit, Kernel::DecodeCombine],
         Some("backward") => &[Kernel::Delta, Kernel::Dq, Kernel::Dkv],
         Some(other) => {
             return Err(Error::unsupported(format!(
@@ -179,12 +186,13 @@ fn try_emit(options: &JsValue) -> std::result::Result<Array, Failure> {
             mods: Mods {
                 mask: mask.as_ref().map(|mask| mask.expr().clone()),
                 score: score.as_ref().map(|score| score.expr().clone()),
-                grad: kernel.is_backward(),
-                terms: Vec::new(),
+                grad: matches!(kernel, Kernel::Dq | Kernel::Dkv),
+                ..Mods::default()
             },
             layout: layout.clone(),
-            ..KernelSpec::new(kernel, dtype, head_dim, v_dim, 32 << 10)?
+            ..KernelSpec::new(kernel, dtype, head_dim, v_dim, WORKGROUP_MEMORY)?
         };
+        let spec = if language == Language::Msl { spec.on_metal(Loader::Staged) } else { spec };
         let object = Object::new();
         js::set(&object, "label", &spec.label().into());
         js::set(&object, "entryPoint", &spec.entry().into());

@@ -478,7 +478,8 @@ impl Page {
     /// Why the browser refused to map a buffer: a lost device, if that is what happened.
     async fn explain(&self, exception: &JsValue) -> Error {
         // The promise of the loss and the rejection that it causes may come in either order.
-        for _ in 0..8 {
+        let asked = js_sys::Date::now();
+        while js_sys::Date::now() - asked < 250.0 {
             if let Err(lost) = self.alive() {
                 return lost;
             }

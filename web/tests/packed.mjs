@@ -31,7 +31,10 @@ export function install(name, from) {
   const folder = join(room, name);
   rmSync(folder, { recursive: true, force: true });
   mkdirSync(folder, { recursive: true });
-  if (from) cpSync(from, folder, { recursive: true });
+  if (from) {
+    cpSync(from, folder, { recursive: true });
+    cpSync(join(web, "tests/goldens.js"), join(folder, "goldens.js"));
+  }
   writeFileSync(join(folder, "package.json"), JSON.stringify({ name, private: true, type: "module" }));
   npm(["install", "--offline", "--no-audit", "--no-fund", "--ignore-scripts", "--no-package-lock", tarball], folder);
   return folder;

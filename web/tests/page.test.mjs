@@ -28,7 +28,7 @@ before(() => {
 before(async () => {
   server = await serve({ "": join(folder, "dist"), goldens });
 });
-after(() => server.close());
+after(() => server?.close());
 
 describe("with WebGPU", () => {
   let chromium;
@@ -38,7 +38,7 @@ describe("with WebGPU", () => {
     chromium = await browser();
     ({ page, complaints } = await open(chromium.context, server.url));
   });
-  after(() => chromium.close());
+  after(() => chromium?.close());
 
   for (const name of FULL ? names() : SUBSET) {
     for (const dtype of FULL ? ["f32", "f16", "bf16"] : [name.includes("causal") ? "f16" : "f32"]) {
@@ -267,7 +267,7 @@ describe("without WebGPU", () => {
     chromium = await browser({ webgpu: false });
     ({ page, complaints } = await open(chromium.context, server.url));
   });
-  after(() => chromium.close());
+  after(() => chromium?.close());
 
   test("the cpu tier runs and says why", async () => {
     const found = await page.evaluate(async () => {

@@ -3,7 +3,7 @@ import { readdirSync, readFileSync } from "node:fs";
 import { join } from "node:path";
 import { create, globals } from "webgpu";
 import * as flexattn from "flexattn";
-import { runGolden } from "../../goldens.js";
+import { runGolden } from "./goldens.js";
 
 Object.assign(globalThis, globals);
 // The object that `create` gives must outlive every device made from it.

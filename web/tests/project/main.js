@@ -2,7 +2,7 @@
 // through window.project.
 import * as flexattn from "flexattn";
 import * as ort from "onnxruntime-web/webgpu";
-import { runGolden } from "../goldens.js";
+import { runGolden } from "./goldens.js";
 
 await flexattn.default();
 
