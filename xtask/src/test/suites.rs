@@ -66,7 +66,7 @@ pub(super) const SUITES: &[Suite] = &[
         name: "conformance",
         what: "every golden case on every tier of this machine",
         needs: &[Vulkan, Clang],
-        apart: false,
+        apart: true,
         run: conformance,
     },
     Suite {
