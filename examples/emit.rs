@@ -3,7 +3,7 @@
 //! ```text
 //! cargo run --release --example emit -- --language wgsl|wgsl-web|msl --pass forward|decode|backward \
 //!     [--score NAME|FILE] [--mask NAME|FILE] [--params NAME=VALUE,..] [--capture NAME:TYPE:8x64] ..
-//!     [--head-dim D] [--v-dim D] [--dtype f32|f16|bf16] [--loader staged|direct]
+//!     [--head-dim D] [--v-dim D] [--dtype f32|f16|bf16] [--tier portable|subgroup] [--loader staged|direct]
 //! cargo run --release --example emit -- --all --language LANGUAGE --out FOLDER
 //! ```
 //!
@@ -14,7 +14,7 @@
 
 use flexattn::kernels::{Kernel, KernelSpec, Language, Loader, all_specs};
 use flexattn::lower::{Layout, Mods};
-use flexattn::{Capture, DType, MaskMod, Params, ScoreMod, masks, scores};
+use flexattn::{Capture, DType, MaskMod, Params, ScoreMod, Tier, masks, scores};
 use lexopt::prelude::*;
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -38,6 +38,7 @@ struct Wanted {
     head_dim: u32,
     v_dim: Option<u32>,
     dtype: DType,
+    tier: Tier,
     loader: Loader,
     all: bool,
     out: Option<PathBuf>,
@@ -63,6 +64,7 @@ fn arguments() -> Result<Wanted, Failure> {
         head_dim: 64,
         v_dim: None,
         dtype: DType::F32,
+        tier: Tier::Portable,
         loader: Loader::Staged,
         all: false,
         out: None,
@@ -79,6 +81,7 @@ fn arguments() -> Result<Wanted, Failure> {
             Long("head-dim") => wanted.head_dim = arguments.value()?.parse()?,
             Long("v-dim") => wanted.v_dim = Some(arguments.value()?.parse()?),
             Long("dtype") => wanted.dtype = DType::from_name(&arguments.value()?.string()?)?,
+            Long("tier") => wanted.tier = Tier::from_name(&arguments.value()?.string()?)?,
             Long("loader") => wanted.loader = loader_named(&arguments.value()?.string()?)?,
             Long("all") => wanted.all = true,
             Long("out") => wanted.out = Some(PathBuf::from(arguments.value()?)),
@@ -146,8 +149,14 @@ fn print(wanted: &Wanted) -> Result<(), Failure> {
         })
     });
     let (score, mask) = (score.transpose()?, mask.transpose()?);
-    let kernels: Vec<Kernel> =
-        Kernel::ALL.iter().copied().filter(|kernel| pass_of(*kernel) == wanted.pass).collect();
+    let subgroup = wanted.tier == Tier::Subgroup;
+    let chosen = |kernel: &Kernel| match kernel {
+        Kernel::Forward => !subgroup,
+        Kernel::ForwardSubgroup => subgroup,
+        _ => true,
+    };
+    let all = Kernel::ALL.iter().copied();
+    let kernels: Vec<Kernel> = all.filter(chosen).filter(|kernel| pass_of(*kernel) == wanted.pass).collect();
     if kernels.is_empty() {
         return Err(
             format!("there is no pass {}; there are forward, decode and backward", wanted.pass).into()
@@ -156,7 +165,7 @@ fn print(wanted: &Wanted) -> Result<(), Failure> {
     for kernel in kernels {
         let v_dim = wanted.v_dim.unwrap_or(wanted.head_dim);
         let spec = KernelSpec::new(kernel, wanted.dtype, wanted.head_dim, v_dim, FLOOR)?;
-        let spec = with_mods(spec, score.as_ref(), mask.as_ref());
+        let spec = if evaluates_mods(&spec)? { with_mods(spec, score.as_ref(), mask.as_ref()) } else { spec };
         let spec = if wanted.language == Language::Msl { spec.on_metal(wanted.loader) } else { spec };
         println!("// {}\n{}", spec.label(), spec.text(wanted.language)?);
     }
@@ -174,6 +183,11 @@ fn pass_of(kernel: Kernel) -> &'static str {
     }
 }
 
+/// Some kernels only combine what others left, and have no slots for mods.
+fn evaluates_mods(spec: &KernelSpec) -> Result<bool, Failure> {
+    Ok(spec.text(Language::Wgsl)?.contains("//@slot score_mod"))
+}
+
 fn with_mods(spec: KernelSpec, score: Option<&ScoreMod>, mask: Option<&MaskMod>) -> KernelSpec {
     let (score, mask) = (score.map(|score| score.expr().clone()), mask.map(|mask| mask.expr().clone()));
     let layout = Layout::new(score.iter().chain(&mask), None);
@@ -186,6 +200,9 @@ fn prebuilt_specs() -> Result<Vec<(String, KernelSpec)>, Failure> {
     let mut specs = Vec::new();
     for &kernel in Kernel::ALL.iter().filter(|kernel| pass_of(**kernel) != "captured") {
         let plain = KernelSpec::new(kernel, DType::F32, 64, 64, FLOOR)?;
+        if !evaluates_mods(&plain)? {
+            continue;
+        }
         for row in scores::ALL {
             specs.push((row.name.to_owned(), with_mods(plain.clone(), Some(&row.build(&SIZES)?), None)));
         }
