@@ -23,7 +23,7 @@ pub struct Gradients {
 ///
 /// # Errors
 ///
-/// As [`forward`], and when `dout` or `dlse` has the wrong length.
+/// As [`forward`](super::forward), and when `dout` or `dlse` has the wrong length.
 pub fn backward(problem: &Problem<'_>, dout: &[f32], dlse: &[f32]) -> Result<Gradients> {
     problem.check()?;
     let shape = problem.shape;

@@ -2,7 +2,7 @@
 //!
 //! This crate is the WebAssembly half of the npm package; index.ts is the other half and the API.
 //! wgpu's browser backend can neither adopt a `GPUDevice` or `GPUBuffer` nor ask for subgroups, so the
-//! [`flexattn::Runtime`] here drives WebGPU itself. There is no mathematics in this crate.
+//! `flexattn::Runtime` here drives WebGPU itself. There is no mathematics in this crate.
 #![cfg(target_arch = "wasm32")]
 #![expect(unreachable_pub, reason = "exports are reached from JavaScript")]
 

@@ -38,7 +38,7 @@ pub(super) const SUITES: &[Suite] = &[
         name: "docs",
         what: "public documentation: every item, every link",
         needs: &[],
-        apart: true,
+        apart: false,
         run: |_| docs(),
     },
     Suite {
@@ -80,7 +80,7 @@ pub(super) const SUITES: &[Suite] = &[
         name: "tint",
         what: "every WGSL kernel through the browsers' compiler",
         needs: &[Node, Dawn],
-        apart: true,
+        apart: false,
         run: |_| tint(),
     },
     Suite {
