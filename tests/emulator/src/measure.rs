@@ -198,7 +198,7 @@ pub struct Measurement {
     /// Matrix products (8x8x8) that the kept pairs need, both products together.
     pub mma_minimum: u64,
     /// Device bytes with q read once, and k and v once per 32 query rows (staged, and the WGSL kernels)
-    /// or once per simdgroup of 8 (direct), in tiles that are not empty.
+    /// or once per simdgroup of 8 (direct, decode), in tiles that are not empty.
     pub device_read_minimum: u64,
     /// Tiles of 32 rows and 32 keys that were computed.
     pub kv_tiles: u64,
@@ -206,9 +206,16 @@ pub struct Measurement {
 
 impl Measurement {
     fn new(case: &Case, record: Record, kept: u64) -> Self {
+        // The second pass of decode sees no keys: it needs what the first one left, once.
+        if record.entry == "combine" {
+            let device_read_minimum = record.counters.device_unique;
+            return Self { mma_minimum: 0, device_read_minimum, kv_tiles: 0, record };
+        }
         let kv_tiles = record.counters.score_calls / 1024;
         let row_bytes = (case.head_dim * case.dtype.size()) as u64;
-        let rows = if case.kernels == Kernels::Msl(Loader::Direct) { 8 } else { 32 };
+        // Rows that share one reading of k and v. A simdgroup of decode has 8.
+        let alone = case.kernels == Kernels::Msl(Loader::Direct) || record.entry == "split";
+        let rows = if alone { 8 } else { 32 };
         Self {
             mma_minimum: 4 * kept * case.head_dim as u64 / 1024,
             device_read_minimum: (case.q_heads * case.q_len) as u64 * row_bytes
