@@ -156,7 +156,7 @@ fn wrong_arithmetic_is_noticed() {
                     "const uint at = row0 + queries.own + 8u * r;",
                     0,
                 ),
-                ("walk.kinds = (walk.kinds >> 2) | (walk.kinds << 30);", "", 0),
+                ("walk.kind = walk.kinds & 3u;", "walk.kind = FULL;", 0),
                 ("* ctx.p.scale", "", 0),
             ],
         );
