@@ -134,13 +134,6 @@ fn goldens_agree_bfloat_direct() {
 /// natively when the Metal tier is switched off.
 #[test]
 fn goldens_agree_for_wgsl_at_the_width_of_an_apple_simdgroup() {
-    if std::env::var_os("FLEXATTN_FULL").is_none() {
-        println!(
-            "skipped: unaligned 16-bit kernels in the text that naga writes do not compile in the emulator yet; runs with FLEXATTN_FULL=1"
-        );
-        return;
-    }
-
     for (tier, dtype, first) in
         [(Tier::Portable, DType::F16, 0), (Tier::Subgroup, DType::F16, 3), (Tier::Subgroup, DType::F32, 6)]
     {

@@ -132,11 +132,6 @@ fn wrong_indices_in_the_direct_loader_are_noticed() {
 
 #[test]
 fn wrong_arithmetic_is_noticed() {
-    if std::env::var_os("FLEXATTN_FULL").is_none() {
-        println!("skipped: not every arithmetic mutant is caught yet; runs with FLEXATTN_FULL=1");
-        return;
-    }
-
     for loader in Loader::ALL {
         all_noticed(
             loader,
