@@ -83,7 +83,13 @@ fn print(expr: &Expr, outer: u8, out: &mut String) {
                 _ => '~',
             };
             out.push(sign);
+            let operand = out.len();
             print(&args[0], 9, out);
+            // WGSL reads `--` as one word, its decrement.
+            if out[operand..].starts_with('-') {
+                out.insert(operand, '(');
+                out.push(')');
+            }
             return;
         }
         Op::Gather(decl) => &*decl.name,
