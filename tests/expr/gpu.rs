@@ -186,12 +186,7 @@ fn kernel_text_of_random_expressions_gives_their_values() {
     let (captures, scalars) = (random::captures(), random::scalars());
     let env = Env::new(&captures, &scalars, Q_LEN, KV_LEN).unwrap();
     let exact = std::cell::Cell::new(0);
-    let mut runner = proptest::test_runner::TestRunner::new(ProptestConfig {
-        cases: 48,
-        failure_persistence: None,
-        max_shrink_iters: 60,
-        ..ProptestConfig::default()
-    });
+    let mut runner = proptest::test_runner::TestRunner::new(random::config(48));
     let points = prop::collection::vec(random::point(), POINTS);
     runner
         .run(&(random::any_expr(), random::mask(4), points), |(expr, mask, points)| {

@@ -148,7 +148,7 @@ fn a_mask_that_reads_the_score_is_refused() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(super::random::config(150))]
 
     #[test]
     fn text_has_one_balanced_body_in_both_languages(score in random::expr(Type::F32, 5), mask in random::mask(5)) {

@@ -5,6 +5,20 @@ use std::sync::OnceLock;
 use flexattn::expr::{Expr, IndexBox, Input, Op, Point, ScalarDecl, Type};
 use flexattn::{Capture, Scalar};
 use proptest::prelude::*;
+use proptest::test_runner::RngSeed;
+
+/// The same cases in every run, so that a change and not chance decides; with FLEXATTN_FULL=1 ten
+/// times as many, new ones each time.
+pub(super) fn config(cases: u32) -> ProptestConfig {
+    let full = std::env::var_os("FLEXATTN_FULL").is_some();
+    ProptestConfig {
+        cases: if full { 10 * cases } else { cases },
+        rng_seed: if full { RngSeed::Random } else { RngSeed::Fixed(20) },
+        failure_persistence: None,
+        max_shrink_iters: 2000,
+        ..ProptestConfig::default()
+    }
+}
 
 pub(super) const Q_LEN: usize = 40;
 pub(super) const KV_LEN: usize = 56;

@@ -330,11 +330,7 @@ fn unrolling_is_bounded() {
 }
 
 proptest::proptest! {
-    #![proptest_config(proptest::prelude::ProptestConfig {
-        cases: 300,
-        failure_persistence: None,
-        ..proptest::prelude::ProptestConfig::default()
-    })]
+    #![proptest_config(super::random::config(300))]
 
     #[test]
     fn an_expression_is_what_its_own_text_says(expr in super::random::expr(flexattn::expr::Type::F32, 4)) {

@@ -147,7 +147,7 @@ fn every_float_operation_simplifies_to_the_same_value() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(super::random::config(400))]
 
     #[test]
     fn simplification_keeps_the_value_of_random_expressions(

@@ -245,5 +245,5 @@ fn web(full: bool) -> Outcome {
 
 /// Suites that can do more read this variable.
 fn everything(program: Program, full: bool) -> Program {
-    if full { program.env("FLEXATTN_FULL", "1").env("PROPTEST_CASES", "4096") } else { program }
+    if full { program.env("FLEXATTN_FULL", "1") } else { program }
 }
