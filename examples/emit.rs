@@ -151,8 +151,8 @@ fn print(wanted: &Wanted) -> Result<(), Failure> {
     let (score, mask) = (score.transpose()?, mask.transpose()?);
     let subgroup = wanted.tier == Tier::Subgroup;
     let chosen = |kernel: &Kernel| match kernel {
-        Kernel::Forward => !subgroup,
-        Kernel::ForwardSubgroup => subgroup,
+        Kernel::Forward | Kernel::Dq | Kernel::Dkv => !subgroup,
+        Kernel::ForwardSubgroup | Kernel::DqSubgroup | Kernel::DkvSubgroup => subgroup,
         _ => true,
     };
     let all = Kernel::ALL.iter().copied();
@@ -191,7 +191,7 @@ fn evaluates_mods(spec: &KernelSpec) -> Result<bool, Failure> {
 fn with_mods(spec: KernelSpec, score: Option<&ScoreMod>, mask: Option<&MaskMod>) -> KernelSpec {
     let (score, mask) = (score.map(|score| score.expr().clone()), mask.map(|mask| mask.expr().clone()));
     let layout = Layout::new(score.iter().chain(&mask), None);
-    let grad = matches!(spec.kernel, Kernel::Dq | Kernel::Dkv);
+    let grad = spec.kernel.uses_score_grad();
     KernelSpec { mods: Mods { score, mask, grad, ..Mods::default() }, layout, ..spec }
 }
 

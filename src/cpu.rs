@@ -159,12 +159,14 @@ impl Cpu {
             Kernel::CapturedRows | Kernel::CapturedColumns => self.captured(dispatch),
             // The others have added to the elements already.
             Kernel::CapturedScatter => Ok(()),
-            kernel @ (Kernel::ForwardSubgroup | Kernel::DecodeSplit | Kernel::DecodeCombine) => {
-                Err(Error::unsupported(format!(
-                    "the Cpu tier has no kernel `{}`; plan for its own profile, which takes `forward`",
-                    kernel.entry()
-                )))
-            }
+            kernel @ (Kernel::ForwardSubgroup
+            | Kernel::DqSubgroup
+            | Kernel::DkvSubgroup
+            | Kernel::DecodeSplit
+            | Kernel::DecodeCombine) => Err(Error::unsupported(format!(
+                "the Cpu tier has no kernel `{}`; plan for its own profile",
+                kernel.entry()
+            ))),
         }
     }
 
@@ -175,7 +177,7 @@ impl Cpu {
         items: &[Item],
         work: impl for<'a> Fn(&'a Launch<'a>, &mut Mods<'a>, &Item, &mut S) -> Result<T> + Shared,
     ) -> Result<Vec<T>> {
-        let grad = matches!(launch.spec.kernel, Kernel::Dq | Kernel::Dkv);
+        let grad = launch.spec.kernel.uses_score_grad();
         let programs = Programs::new(&launch.spec.mods, grad)?;
         self.each(
             items,

@@ -56,6 +56,10 @@ pub enum Kernel {
     Dq,
     /// The gradients of k and v.
     Dkv,
+    /// The gradient of q with subgroup operations, for subgroups of 8 lanes and more.
+    DqSubgroup,
+    /// The gradients of k and v with subgroup operations.
+    DkvSubgroup,
     /// What score_mod reads of captured tensors per query row or per pair: sums over columns.
     CapturedRows,
     /// What it reads per column: sums over query rows.
@@ -75,6 +79,8 @@ impl Kernel {
         Kernel::Dsink,
         Kernel::Dq,
         Kernel::Dkv,
+        Kernel::DqSubgroup,
+        Kernel::DkvSubgroup,
         Kernel::CapturedRows,
         Kernel::CapturedColumns,
         Kernel::CapturedScatter,
@@ -88,6 +94,7 @@ impl Kernel {
             Kernel::ForwardSubgroup => "forward_subgroup",
             Kernel::Delta | Kernel::Dsink => "delta",
             Kernel::Dq | Kernel::Dkv => "backward",
+            Kernel::DqSubgroup | Kernel::DkvSubgroup => "backward_subgroup",
             Kernel::CapturedRows | Kernel::CapturedColumns | Kernel::CapturedScatter => "captured",
         }
     }
@@ -103,6 +110,8 @@ impl Kernel {
             Kernel::Dsink => "dsink",
             Kernel::Dq => "dq",
             Kernel::Dkv => "dkv",
+            Kernel::DqSubgroup => "dq_subgroup",
+            Kernel::DkvSubgroup => "dkv_subgroup",
             Kernel::CapturedRows => "rows",
             Kernel::CapturedColumns => "columns",
             Kernel::CapturedScatter => "scatter",
@@ -117,10 +126,17 @@ impl Kernel {
             | Kernel::Dsink
             | Kernel::Dq
             | Kernel::Dkv
+            | Kernel::DqSubgroup
+            | Kernel::DkvSubgroup
             | Kernel::CapturedRows
             | Kernel::CapturedColumns
             | Kernel::CapturedScatter => true,
         }
+    }
+
+    /// Whether it needs the derivative of score_mod with respect to the score.
+    pub const fn uses_score_grad(self) -> bool {
+        matches!(self, Kernel::Dq | Kernel::Dkv | Kernel::DqSubgroup | Kernel::DkvSubgroup)
     }
 }
 
@@ -132,7 +148,7 @@ impl Kernel {
 
     /// Whether it uses subgroup operations, which a device has to be asked for.
     pub const fn uses_subgroups(self) -> bool {
-        matches!(self, Kernel::ForwardSubgroup)
+        matches!(self, Kernel::ForwardSubgroup | Kernel::DqSubgroup | Kernel::DkvSubgroup)
     }
 }
 
@@ -299,6 +315,8 @@ impl KernelSpec {
             | Kernel::Dsink
             | Kernel::Dq
             | Kernel::Dkv
+            | Kernel::DqSubgroup
+            | Kernel::DkvSubgroup
             | Kernel::CapturedRows
             | Kernel::CapturedColumns
             | Kernel::CapturedScatter => {
@@ -431,6 +449,13 @@ impl KernelSpec {
             Kernel::Delta | Kernel::Dsink => {
                 vec![("INFO", self.layout.info_len() as u32), ("V_DIM", self.v_dim)]
             }
+            Kernel::DqSubgroup | Kernel::DkvSubgroup => vec![
+                ("INFO", self.layout.info_len() as u32),
+                ("HEAD_DIM", self.head_dim),
+                ("V_DIM", self.v_dim),
+                ("THREADS", self.tile.threads),
+                ("ROWS", self.tile.rows),
+            ],
             Kernel::Dq
             | Kernel::Dkv
             | Kernel::CapturedRows

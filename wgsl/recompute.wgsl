@@ -3,36 +3,18 @@
 // ty + 8 i and the columns tx + 8 j of the tile. Rows are query rows and columns kv rows, or the
 // other way round.
 
+//#include pair.wgsl
+
 const ROWS: u32 = 4u;
 const COLUMNS: u32 = 4u;
-const HEAD_QUADS: u32 = (HEAD_DIM + 3u) / 4u;
-const V_QUADS: u32 = (V_DIM + 3u) / 4u;
 const STRIDE: u32 = CHUNK + 1u;                         // odd, so that rows start in different banks
 const RESIDENT: bool = STAGES == 3u && max(HEAD_QUADS, V_QUADS) <= CHUNK;
-
-@group(0) @binding(0) var<storage, read> q: array<Word>;             // [B, Hq, L, D]
-@group(0) @binding(1) var<storage, read> k: array<Word>;             // [Bkv, Hkv, S, D]
-@group(0) @binding(2) var<storage, read> v: array<Word>;             // [Bkv, Hkv, S, Dv]
-@group(0) @binding(3) var<storage, read> dout: array<Word>;          // [B, Hq, L, Dv]
-@group(0) @binding(4) var<storage, read_write> stats: array<f32>;    // lse, with sinks | delta, each [B, Hq, L]
 
 // The operands of a product, a chunk of 32 rows each: first those of S, then of dP, then the columns'.
 var<workgroup> staged: array<Quad, STAGES * TILE * STRIDE>;
 const S_ROWS: u32 = 0u;
 const DP_ROWS: u32 = (STAGES - 2u) * TILE * STRIDE;
 const OTHER: u32 = (STAGES - 1u) * TILE * STRIDE;
-
-const Q: u32 = 0u;
-const K: u32 = 1u;
-const V: u32 = 2u;
-const DOUT: u32 = 3u;
-
-fn load(tensor: u32, at: u32, left: u32) -> Quad {
-  if (tensor == Q) { return load_q(at, left); }
-  if (tensor == K) { return load_k(at, left); }
-  if (tensor == V) { return load_v(at, left); }
-  return load_dout(at, left);
-}
 
 // 32 rows of a tensor: where row 0 is, how far rows lie apart, and which of `count` rows come first.
 struct Rows { tensor: u32, base: u32, stride: u32, first: u32, count: u32 }
@@ -77,19 +59,3 @@ fn product(at: u32, rows: Rows, columns: Rows, local: u32) -> array<vec4<f32>, R
   }
   return s;
 }
-
-// What a pair contributes: P, and dPost = P (dP - delta), the gradient of its score after score_mod.
-// Zero where it is not kept, whatever the mods give there.
-fn pair(s: f32, dp: f32, stat: vec2<f32>, row: Row, b: u32, h: u32, q_pos: i32, kv: u32, inside: bool, full: bool) -> vec2<f32> {
-  let score = score_mod(s * p.scale, row, i32(b), i32(h), q_pos, i32(kv));
-  var keep = inside && !is_minus_infinity(score);
-  if (!full) { keep = keep && mask_mod(row, i32(b), i32(h), q_pos, i32(kv)); }
-  let weight = exp2((score - stat.x) * LOG2E);
-  return select(vec2<f32>(0.0), vec2<f32>(weight, weight * (dp - stat.y)), keep);
-}
-
-// dPost times a derivative of score_mod, which may be NaN or infinite where the pair is not kept.
-fn chain(d_post: f32, slope: f32) -> f32 { return select(d_post * slope, 0.0, d_post == 0.0); }
-
-// lse and delta of a query row.
-fn stats_of(row: u32) -> vec2<f32> { return vec2<f32>(stats[p.lse_at + row], stats[p.delta_at + row]); }

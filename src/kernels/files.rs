@@ -3,6 +3,7 @@
 /// Name and text of every file in `wgsl/`.
 pub const WGSL_FILES: &[(&str, &str)] = &[
     ("backward.wgsl", include_str!("../../wgsl/backward.wgsl")),
+    ("backward_subgroup.wgsl", include_str!("../../wgsl/backward_subgroup.wgsl")),
     ("captured.wgsl", include_str!("../../wgsl/captured.wgsl")),
     ("common.wgsl", include_str!("../../wgsl/common.wgsl")),
     ("decode.wgsl", include_str!("../../wgsl/decode.wgsl")),
@@ -22,6 +23,7 @@ pub const WGSL_FILES: &[(&str, &str)] = &[
     ("mods.wgsl", include_str!("../../wgsl/mods.wgsl")),
     ("mods_grad.wgsl", include_str!("../../wgsl/mods_grad.wgsl")),
     ("mods_terms.wgsl", include_str!("../../wgsl/mods_terms.wgsl")),
+    ("pair.wgsl", include_str!("../../wgsl/pair.wgsl")),
     ("recompute.wgsl", include_str!("../../wgsl/recompute.wgsl")),
     ("walk.wgsl", include_str!("../../wgsl/walk.wgsl")),
 ];

@@ -102,6 +102,19 @@ const fn gradient(kernel: Kernel, element: u32, up_to: u32, chunk: u32, stages: 
     TileRow { kernel, adapter: Adapter::Any, element, head_dim: up_to, v_dim: up_to, tile }
 }
 
+/// The row of a gradient kernel that stages nothing: clusters of 8 invocations with `rows` rows each.
+const fn clusters(
+    kernel: Kernel,
+    adapter: Adapter,
+    element: u32,
+    up_to: u32,
+    threads: u32,
+    rows: u32,
+) -> TileRow {
+    let tile = Tile { threads, rows, columns: 1, chunk: 0, v_rows: 0, stages: 0 };
+    TileRow { kernel, adapter, element, head_dim: up_to, v_dim: up_to, tile }
+}
+
 /// The tiles, best first among those for one kernel, element size and dims. For each there is one that
 /// needs at most 16 KiB of workgroup memory, the least that WebGPU promises.
 ///
@@ -168,6 +181,18 @@ pub const TILES: &[TileRow] = &[
     gradient(Kernel::Dkv, 2, 64, 16, 3),
     gradient(Kernel::Dkv, 2, 128, 32, 3),
     gradient(Kernel::Dkv, 2, 1024, 16, 2),
+    clusters(Kernel::DqSubgroup, Adapter::Software, 4, 64, 32, 8),
+    clusters(Kernel::DqSubgroup, Adapter::Software, 2, 64, 32, 8),
+    clusters(Kernel::DkvSubgroup, Adapter::Software, 4, 64, 32, 8),
+    clusters(Kernel::DkvSubgroup, Adapter::Software, 2, 64, 32, 8),
+    clusters(Kernel::DqSubgroup, Adapter::Any, 4, 64, 64, 4),
+    clusters(Kernel::DqSubgroup, Adapter::Any, 4, 128, 64, 2),
+    clusters(Kernel::DqSubgroup, Adapter::Any, 2, 64, 64, 4),
+    clusters(Kernel::DqSubgroup, Adapter::Any, 2, 128, 64, 2),
+    clusters(Kernel::DkvSubgroup, Adapter::Any, 4, 64, 64, 4),
+    clusters(Kernel::DkvSubgroup, Adapter::Any, 4, 128, 64, 2),
+    clusters(Kernel::DkvSubgroup, Adapter::Any, 2, 64, 64, 4),
+    clusters(Kernel::DkvSubgroup, Adapter::Any, 2, 128, 64, 2),
     gradient(Kernel::CapturedRows, 4, 32, 8, 3),
     gradient(Kernel::CapturedRows, 4, 64, 16, 3),
     gradient(Kernel::CapturedRows, 4, 1024, 8, 2),
@@ -229,7 +254,7 @@ impl Tile {
         }
     }
 
-    /// Query rows of a workgroup of a forward kernel: 8 invocations share a row.
+    /// Rows of a workgroup of the forward and gradient kernels: 8 invocations share a row.
     pub const fn tile_q(&self) -> u32 {
         self.threads / 8 * self.rows
     }
@@ -246,7 +271,7 @@ impl Tile {
                 let reduced = self.tile_q() * 8 * 4;
                 (q + kv) * 4 * dtype.size() as u32 + weights + reduced
             }
-            Kernel::ForwardSubgroup => 0,
+            Kernel::ForwardSubgroup | Kernel::DqSubgroup | Kernel::DkvSubgroup => 0,
             Kernel::Delta | Kernel::Dsink => 64 * 4,
             Kernel::Dq | Kernel::Dkv => self.staged(dtype) + 32 * 9 * 16,
             Kernel::CapturedRows | Kernel::CapturedColumns | Kernel::CapturedScatter => {

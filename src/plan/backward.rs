@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::expr::ScoreMod;
 use crate::kernels::{F16, Kernel, KernelSpec, NONE, Params, Tile};
 use crate::lower;
-use crate::runtime::Profile;
+use crate::runtime::{Profile, Tier};
 use crate::shape::{DType, Layout};
 use std::sync::Arc;
 
@@ -228,13 +228,17 @@ pub fn backward(back: &Backward<'_>, profile: &Profile, cache: &Cache) -> Result
     if wanted.q {
         let work = pairs * (2.0 * head_dim + v_dim);
         let target = Slot::whole(Source::Tensor(Role::Dq));
-        builder.add(Kernel::Dq, &[], inputs.clone(), target, base, tiles(shape.q_len) * heads, work)?;
+        let kernel = builder.best(Kernel::DqSubgroup, Kernel::Dq);
+        let groups = builder.tiles(kernel, shape.q_len)? * heads;
+        builder.add(kernel, &[], inputs.clone(), target, base, groups, work)?;
     }
     if wanted.k || wanted.v {
         let work = pairs * (2.0 * head_dim + 2.0 * v_dim);
-        let groups = tiles(shape.kv_len) * shape.kv_heads as u64 * shape.kv_batch as u64;
+        let kernel = builder.best(Kernel::DkvSubgroup, Kernel::Dkv);
+        let heads = shape.kv_heads as u64 * shape.kv_batch as u64;
+        let groups = builder.tiles(kernel, shape.kv_len)? * heads;
         let target = Slot::whole(Source::Tensor(Role::Dkv));
-        builder.add(Kernel::Dkv, &[], inputs.clone(), target, base, groups, work)?;
+        builder.add(kernel, &[], inputs.clone(), target, base, groups, work)?;
     }
     if !wanted.captures.is_empty() {
         let names = &wanted.captures;
@@ -367,6 +371,25 @@ impl Passes<'_> {
         }
     }
 
+    /// The kernel with subgroup operations, where the tier has them and the kernel a tile.
+    fn best(&self, subgroup: Kernel, portable: Kernel) -> Kernel {
+        match self.profile.tier {
+            Tier::Subgroup | Tier::CoopMatrix if self.tile(subgroup).is_ok() => subgroup,
+            Tier::Metal | Tier::CoopMatrix | Tier::Subgroup | Tier::Portable | Tier::Cpu => portable,
+        }
+    }
+
+    fn tile(&self, kernel: Kernel) -> Result<Tile> {
+        let shape = &self.back.call.shape;
+        let dims = [shape.head_dim, shape.v_dim].map(|dim| dim as u32);
+        Tile::choose(kernel, self.back.call.dtype, dims[0], dims[1], self.profile)
+    }
+
+    /// Workgroups that `length` rows of one head take.
+    fn tiles(&self, kernel: Kernel, length: usize) -> Result<u64> {
+        Ok((length as u64).div_ceil(self.tile(kernel)?.tile_q().into()))
+    }
+
     /// Launches of a kernel over `groups` workgroups, each within the budget of a submit.
     #[expect(clippy::too_many_arguments, reason = "what a launch is made of")]
     fn add(
@@ -406,11 +429,11 @@ impl Passes<'_> {
         let dims = [call.shape.head_dim as u32, call.shape.v_dim as u32];
         let aligned = self.back.aligned();
         let native = self.profile.f16 && call.dtype == DType::F16 && aligned && !self.profile.software;
-        let tile = Tile::choose(kernel, call.dtype, dims[0], dims[1], self.profile)?;
+        let tile = self.tile(kernel)?;
         let f16 = if native { F16::Native } else { F16::Packed };
         let rows_only = matches!(kernel, Kernel::Delta | Kernel::Dsink);
         // Terms are derivatives of score_mod with respect to what it captures, not to the score.
-        let grad = matches!(kernel, Kernel::Dq | Kernel::Dkv);
+        let grad = kernel.uses_score_grad();
         let mods = if rows_only { lower::Mods::default() } else { self.mods(grad, terms) };
         let key = SpecKey {
             kernel,

@@ -167,6 +167,7 @@ fn try_emit(options: &JsValue) -> std::result::Result<Array, Failure> {
         Some("forward") | None if subgroup => &[Kernel::ForwardSubgroup],
         Some("forward") | None => &[Kernel::Forward],
         Some("decode") => &[Kernel::DecodeSplit, Kernel::DecodeCombine],
+        Some("backward") if subgroup => &[Kernel::Delta, Kernel::DqSubgroup, Kernel::DkvSubgroup],
         Some("backward") => &[Kernel::Delta, Kernel::Dq, Kernel::Dkv],
         Some(other) => {
             return Err(Error::unsupported(format!(
@@ -186,7 +187,7 @@ fn try_emit(options: &JsValue) -> std::result::Result<Array, Failure> {
             mods: Mods {
                 mask: mask.as_ref().map(|mask| mask.expr().clone()),
                 score: score.as_ref().map(|score| score.expr().clone()),
-                grad: matches!(kernel, Kernel::Dq | Kernel::Dkv),
+                grad: kernel.uses_score_grad(),
                 ..Mods::default()
             },
             layout: layout.clone(),

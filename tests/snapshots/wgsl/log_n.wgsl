@@ -110,19 +110,24 @@ fn walk_rows(b: u32, h: u32, row: u32, rows: u32, kv_len: u32) -> Walk {
 }
 fn walk_row(b: u32, h: u32, row: u32, kv_len: u32) -> Walk { return walk_rows(b, h, row, TILE, kv_len); }
 
-// The transposed list of columns [kv, kv + 32): which query rows they are kept for.
-fn walk_column(b: u32, h: u32, kv: u32) -> Walk {
+// The transposed list of columns [kv, kv + columns): which query rows they are kept for; columns is at most 64.
+fn walk_columns(b: u32, h: u32, kv: u32, columns: u32) -> Walk {
   let list = ((b % p.mask_batch) * p.mask_heads + h % p.mask_heads) * p.kv_blocks + kv / BLOCK;
   let header = p.lists_t + 4u * list;
   return Walk(tables[header], tables[header + 1u], tables[header + 2u], tables[header + 3u],
-              (kv % BLOCK) / TILE, false, true, 0u, 0u, 0u, p.q_len, 0u, EMPTY);
+              (kv % BLOCK) / TILE, columns > TILE, true, 0u, 0u, 0u, p.q_len, 0u, EMPTY);
 }
+fn walk_column(b: u32, h: u32, kv: u32) -> Walk { return walk_columns(b, h, kv, TILE); }
 
 // The kinds of the four tiles of row `tile` of a map, or of its column.
 fn row_kinds(map: u32, tile: u32) -> u32 { return map >> (8u * tile); }
 fn column_kinds(map: u32, tile: u32) -> u32 {
   let kinds = map >> (2u * tile);
   return (kinds & 3u) | ((kinds >> 6u) & 0xcu) | ((kinds >> 12u) & 0x30u) | ((kinds >> 18u) & 0xc0u);
+}
+fn kinds_of(map: u32, tile: u32, transposed: bool) -> u32 {
+  if (transposed) { return column_kinds(map, tile); }
+  return row_kinds(map, tile);
 }
 // The kinds of two rows of tiles taken as one: where they differ it is partial.
 fn pair_kinds(a: u32, b: u32) -> u32 {
@@ -142,9 +147,10 @@ fn next_block(walk: ptr<function, Walk>) -> bool {
       (*walk).next = tables[(*walk).partial] * BLOCK;
       (*walk).end = min((*walk).next + BLOCK, (*walk).count);
       let map = tables[(*walk).partial + 1u];
-      (*walk).kinds = row_kinds(map, (*walk).tile);
-      if ((*walk).pair) { (*walk).kinds = pair_kinds((*walk).kinds, row_kinds(map, (*walk).tile + 1u)); }
-      if ((*walk).transposed) { (*walk).kinds = column_kinds(map, (*walk).tile); }
+      (*walk).kinds = kinds_of(map, (*walk).tile, (*walk).transposed);
+      if ((*walk).pair) {
+        (*walk).kinds = pair_kinds((*walk).kinds, kinds_of(map, (*walk).tile + 1u, (*walk).transposed));
+      }
       (*walk).partial += 2u;
     } else {
       return false;
