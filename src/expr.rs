@@ -46,9 +46,12 @@
 //! # Derivative
 //!
 //! Reverse mode, with PyTorch's conventions at kinks: `abs'(0) = 0`; `min` and `max` give half to each
-//! operand on a tie; `clamp` passes the gradient at its bounds; `floor`, `ceil`, `round`, `trunc`, `sign` and
-//! every integer have derivative 0. `select` passes the gradient to the chosen branch alone and the branch not
-//! chosen contributes 0, whatever it holds there.
+//! operand on a tie, so `max(x, 0)` has slope 1/2 at 0 where `relu` has 0; `clamp` passes the gradient at its
+//! bounds, and nothing goes to a lower bound that is not below the upper one, everything to an upper one below
+//! the lower; `pow` passes nothing to the base where the exponent is 0, nor to the exponent where the base is not
+//! positive (PyTorch: NaN where it is negative); `floor`, `ceil`, `round`, `trunc`, `sign` and every integer have
+//! derivative 0. `select` passes the gradient to the chosen branch alone and the branch not chosen contributes 0,
+//! whatever it holds there. (PyTorch's derivatives.yaml and FunctionsManual.cpp.)
 //!
 //! # Example
 //!

@@ -89,22 +89,23 @@ pub(crate) fn max(d: &Local<'_>) -> [Option<Flow>; 3] {
     extreme(d, a.gt(&b), b.gt(&a))
 }
 
+/// Where low is not below high, nothing flows to low; where it is above, all flows to high.
 pub(crate) fn clamp(d: &Local<'_>) -> [Option<Flow>; 3] {
     let (a, low, high) = (d.arg(0), d.arg(1), d.arg(2));
     let flow = |when: Bool| Some(Flow { value: d.g(), when: Some(when) });
-    [flow(a.ge(&low) & a.le(&high)), flow(a.lt(&low) & low.le(&high)), flow(a.gt(&high) | high.lt(&low))]
+    [flow(a.ge(&low) & a.le(&high)), flow(a.lt(&low) & low.lt(&high)), flow(a.gt(&high) | high.lt(&low))]
 }
 
 pub(crate) fn pow(d: &Local<'_>) -> [Option<Flow>; 3] {
     let (a, b) = (d.arg(0), d.arg(1));
     // a^(b - 1) of a = 0 would pass through log2(0); whole exponents do without.
-    let base = match b.expr().as_constant() {
-        Some(super::Value::F32(1.0)) => d.g(),
-        Some(super::Value::F32(2.0)) => d.g() * (&a * 2.0),
-        _ => d.g() * (&b * a.pow(&b - 1.0)),
+    let (base, when) = match b.expr().as_constant() {
+        Some(super::Value::F32(1.0)) => (d.g(), None),
+        Some(super::Value::F32(2.0)) => (d.g() * (&a * 2.0), None),
+        _ => (d.g() * (&b * a.pow(&b - 1.0)), Some(b.ne(0.0))),
     };
     [
-        Some(Flow { value: base, when: None }),
+        Some(Flow { value: base, when }),
         Some(Flow { value: d.g() * (d.out() * a.log()), when: Some(a.gt(0.0)) }),
         None,
     ]
