@@ -57,7 +57,7 @@ pub(super) const SUITES: &[Suite] = &[
     },
     Suite {
         name: "quickstart",
-        what: "the first example, with a GPU and without",
+        what: "the first example and the training example, with a GPU and without",
         needs: &[Vulkan],
         apart: false,
         run: |_| quickstart(),
@@ -165,8 +165,8 @@ fn example(name: &str) -> Program {
 fn quickstart() -> Outcome {
     let no_driver = "/nonexistent/no_driver.json";
     let without_gpu =
-        example("quickstart").env("VK_DRIVER_FILES", no_driver).env("VK_ICD_FILENAMES", no_driver);
-    all([example("quickstart"), without_gpu])
+        |name| example(name).env("VK_DRIVER_FILES", no_driver).env("VK_ICD_FILENAMES", no_driver);
+    all([example("quickstart"), without_gpu("quickstart"), example("train"), without_gpu("train")])
 }
 
 fn conformance(full: bool) -> Outcome {
