@@ -31,8 +31,9 @@
 //! 4294967040, at the upper end), NaN gives 0; i32 to f32 rounds to nearest even; i32 to u32 and back keeps
 //! the bits; to bool is `x != 0`; bool to a number is 0 or 1. `bitcast` between the 32-bit types keeps the bits.
 //!
-//! **f32** follows IEEE where the GPU does. `round` rounds half to even. `sign(0)` is 0. `pow(x, y)` is
-//! defined for `x >= 0` and NaN below. A GPU may flush subnormals, may contract `a * b + c`, and computes
+//! **f32** follows IEEE where the GPU does. `round` rounds half to even. `sign(0)` is 0. `pow(x, y)` of
+//! x < 0 is `|x|^y` with the sign that a whole y gives it, as in PyTorch, and NaN for any other y (WGSL's own
+//! `pow` has no value there); `pow(x, 0)` is 1, `pow(0, y)` of y < 0 is infinite. A GPU may flush subnormals, may contract `a * b + c`, and computes
 //! division, `sqrt`, `exp`, `log`, `sin` and the like within WGSL's error bounds; ranges allow for that. A
 //! comparison with NaN is false, `!=` is true, as far as the GPU keeps NaN at all: do not test for NaN or
 //! infinity. `min`, `max` and `clamp` of a NaN give either operand. The reference evaluates in f64.

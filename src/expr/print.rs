@@ -96,13 +96,7 @@ fn print(expr: &Expr, outer: u8, out: &mut String) {
         Op::Select => {
             // WGSL's order: the value for false first.
             out.push_str("select(");
-            for (i, arg) in [&args[2], &args[1], &args[0]].into_iter().enumerate() {
-                if i > 0 {
-                    out.push_str(", ");
-                }
-                print(arg, 0, out);
-            }
-            out.push(')');
+            arguments([&args[2], &args[1], &args[0]].into_iter(), out);
             return;
         }
         // WGSL has no overloads for functions of a text.
@@ -113,11 +107,16 @@ fn print(expr: &Expr, outer: u8, out: &mut String) {
     };
     out.push_str(name);
     out.push('(');
-    for (i, arg) in args.iter().enumerate() {
+    arguments(args.iter(), out);
+}
+
+/// With parentheses around `a < b`: between commas, WGSL may take `<` and a later `>` for those of a type.
+fn arguments<'a>(args: impl Iterator<Item = &'a Expr>, out: &mut String) {
+    for (i, arg) in args.enumerate() {
         if i > 0 {
             out.push_str(", ");
         }
-        print(arg, 0, out);
+        print(arg, if *arg.op() == Op::Lt { 9 } else { 0 }, out);
     }
     out.push(')');
 }

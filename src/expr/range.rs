@@ -314,7 +314,6 @@ pub(crate) fn div_f32(a: Range, b: Range, _: Range) -> Range {
 }
 
 pub(crate) fn pow(a: Range, b: Range, c: Range) -> Range {
-    // 0 to the 0 is exp2(0 * log2(0)) on a GPU, which is NaN; mul_f32 says so.
     if a.lo < 0.0 || a.nan { ANY } else { exp2(mul_f32(b, log2(a, b, c), c), b, c) }
 }
 

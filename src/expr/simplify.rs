@@ -150,6 +150,23 @@ fn float(op: &Op, a: &Expr, b: &Expr) -> Option<Expr> {
         // False for NaN too.
         Op::Lt | Op::Gt if a == b => Some(Expr::constant(false)),
         Op::Min | Op::Max if a == b => Some(a.clone()),
+        Op::Pow => whole_power(a, b),
+        _ => None,
+    }
+}
+
+/// Small whole powers as products: cheaper, and of a negative base too what they say.
+fn whole_power(a: &Expr, exponent: &Expr) -> Option<Expr> {
+    let times = |x: &Expr, y: &Expr| build(Op::Mul, &[x.clone(), y.clone()]);
+    match exponent.as_constant()? {
+        Value::F32(0.0) => Some(Expr::constant(1.0f32)),
+        Value::F32(1.0) => Some(a.clone()),
+        Value::F32(2.0) => times(a, a),
+        Value::F32(3.0) => times(&times(a, a)?, a),
+        Value::F32(4.0) => {
+            let square = times(a, a)?;
+            times(&square, &square)
+        }
         _ => None,
     }
 }

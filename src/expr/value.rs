@@ -228,7 +228,7 @@ macro_rules! float {
                 self.log2()
             }
             fn pow(self, y: Self) -> Self {
-                if self < 0.0 { <$float>::NAN } else { self.powf(y) }
+                self.powf(y)
             }
             fn sin(self) -> Self {
                 self.sin()

@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 
 use super::terms::Shape;
-use super::wgsl::ordered;
+use super::wgsl::{ordered, plain_power};
 use super::{ADD, AND, ATOM, COMPARE, Call, MUL, OR, SHIFT, Target, Text, UNARY, XOR};
 use crate::expr::{CaptureDecl, CaptureType, Input, Op, ScalarDecl, Type, Value};
 
@@ -98,7 +98,8 @@ impl Target for Msl {
             Op::FloorMod => own("floor_mod"),
             Op::Min => function("min"),
             Op::Max => function("max"),
-            Op::Pow => function("pow"),
+            Op::Pow if plain_power(call.constant(1)) => function("pow"),
+            Op::Pow => own("power"),
             Op::And => infix("&", AND),
             Op::Or => infix("|", OR),
             Op::Xor if call.of == Type::Bool => infix("!=", COMPARE),
@@ -177,6 +178,18 @@ impl Target for Msl {
             }
             "saturate_uint" => {
                 "inline uint saturate_uint(float a) { return uint(clamp(a, 0.0f, 4294967040.0f)); }\n"
+            }
+            // exp2(y * log2(x)), which `pow` may be, has no value below 0 and none to rely on at 0.
+            "power" => {
+                "inline float power(float x, float y) {
+  float size = fabs(x);
+  if (size == 0.0f || y == 0.0f) { return y == 0.0f ? 1.0f : (y < 0.0f ? 1.0f / size : 0.0f); }
+  bool whole = floor(y) == y;
+  bool odd = floor(0.5f * y) * 2.0f != y;
+  float magnitude = pow(whole ? size : x, y);
+  return whole && odd && x < 0.0f ? -magnitude : magnitude;
+}
+"
             }
             _ => unreachable!("call() names only these"),
         }

@@ -92,7 +92,11 @@ impl Target for Wgsl {
             }
             Op::Min => function("min"),
             Op::Max => function("max"),
-            Op::Pow => function("pow"),
+            Op::Pow if plain_power(call.constant(1)) => function("pow"),
+            Op::Pow => {
+                functions.insert("power");
+                function("power")
+            }
             Op::And => infix("&", AND),
             Op::Or => infix("|", OR),
             Op::Xor if call.of == Type::Bool => infix("!=", COMPARE),
@@ -136,6 +140,20 @@ impl Target for Wgsl {
                 "fn floor_mod(a: i32, b: i32) -> i32 {
   let rest = a % b;
   return select(rest, rest + b, (rest != 0) & ((rest < 0) != (b < 0)));
+}
+"
+            }
+            // exp2(y * log2(x)), which `pow` may be, has no value below 0 and none to rely on at 0.
+            "power" => {
+                "fn power(x: f32, y: f32) -> f32 {
+  let size = abs(x);
+  if size == 0.0 || y == 0.0 {
+    return select(select(0.0, 1.0, y == 0.0), 1.0 / size, y < 0.0);
+  }
+  let whole = floor(y) == y;
+  let odd = floor(0.5 * y) * 2.0 != y;
+  let magnitude = pow(select(x, size, whole), y);
+  return select(magnitude, -magnitude, x < 0.0 && whole && odd);
 }
 "
             }
@@ -261,6 +279,11 @@ fn amount(call: &Call<'_>) -> Text {
         Some(Value::U32(x)) => Text::atom(format!("{}u", x % 32)),
         _ => Text::infix("&", AND, &call.args[1], &Text::atom("31u")),
     }
+}
+
+/// Whether `pow` itself says what a power is: at 0 it is 0, and below 0 NaN.
+pub(super) fn plain_power(exponent: Option<Value>) -> bool {
+    matches!(exponent, Some(Value::F32(y)) if y > 0.0 && y.fract() != 0.0)
 }
 
 /// Whether both are constants and in order: only then is clamp() the same in every implementation.

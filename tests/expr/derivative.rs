@@ -38,6 +38,8 @@ fn kinks_follow_pytorch() {
         ("pow(score, 1.0)", 0.0, 1.0),
         ("pow(score, 3.0)", 0.0, 0.0),
         ("pow(score, 0.0 * score)", 0.0, 0.0),
+        ("pow(score, 3.0)", -2.0, 12.0),
+        ("pow(score, -1.0)", -2.0, -0.25),
     ];
     for (text, score, expected) in cases {
         assert_eq!(slope_at(text, score), expected, "{text} at {score}");
@@ -151,7 +153,8 @@ fn derivatives_of_random_expressions_equal_central_differences() {
             // Where a NaN is dropped on the way, as min() does, there is no derivative to speak of.
             let parts = super::values::all_parts(&expr);
             let all = Program::new(&parts).eval(&env, &at).unwrap();
-            if all.iter().any(|lane| lane.to_f64().is_nan()) {
+            // Of large parts, the differences are rounding errors.
+            if all.iter().any(|lane| lane.to_f64().is_nan() || lane.to_f64().abs() > 1e6) {
                 return Ok(());
             }
             // Bounds that move together are a kink that differences do not see.
