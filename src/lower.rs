@@ -198,7 +198,8 @@ impl Text {
         let (left, right) = match level {
             MUL | ADD => (level, level + 1),
             SHIFT => (ATOM, ATOM),
-            COMPARE => (SHIFT, SHIFT),
+            // `a < b >> c` would begin a template list in WGSL.
+            COMPARE => (ADD, ADD),
             // `a & b & c` may stand without parentheses; nothing else may mix with it.
             _ if a.level == level => (level, ATOM),
             _ => (ATOM, ATOM),

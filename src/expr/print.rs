@@ -51,7 +51,7 @@ fn print(expr: &Expr, outer: u8, out: &mut String) {
         let (left, right) = match level {
             7 | 8 => (level, level + 1),
             6 => (9, 9),
-            4 | 5 => (6, 6),
+            4 | 5 => (7, 7),
             _ if infix(a.op()).is_some_and(|(s, _)| s == sign) => (level, 9),
             _ => (9, 9),
         };
