@@ -4,6 +4,8 @@ mod backward;
 mod per_batch;
 mod weights;
 
+#[cfg(feature = "wgpu")]
+pub use backward::RecordedBackward;
 pub use backward::{Gradients, Saved};
 pub use per_batch::PerBatch;
 

@@ -283,9 +283,12 @@ impl Cpu {
         let dk = View::new(params.dk, dispatch.spec.head_dim as usize, dispatch.spec.dtype);
         let dv = View::new(params.dv, dispatch.spec.v_dim as usize, dispatch.spec.dtype);
         change(&dispatch.bindings[7], |words| {
-            for (item, [k, v]) in items.iter().zip(&outputs) {
-                store(words, dk, item, k);
-                store(words, dv, item, v);
+            for (item, gradients) in items.iter().zip(&outputs) {
+                for ((view, values), wanted) in [dk, dv].into_iter().zip(gradients).zip(dispatch.spec.dkv) {
+                    if wanted {
+                        store(words, view, item, values);
+                    }
+                }
             }
         });
         Ok(())

@@ -196,6 +196,8 @@ pub struct KernelSpec {
     pub aligned: bool,
     /// q, k or v lies in the buffer that out lies in, so all of them are bound `read_write`.
     pub pooled: bool,
+    /// Of k and of v: which gradients [`Kernel::Dkv`] and [`Kernel::DkvSubgroup`] compute. Both, for others.
+    pub dkv: [bool; 2],
     /// The expressions that fill the slots; what is absent stays the identity, or all-true.
     pub mods: Mods,
     /// The order of the captured tensors and scalars that they read.
@@ -228,6 +230,7 @@ impl KernelSpec {
             metal: None,
             aligned: head_dim.is_multiple_of(4) && v_dim.is_multiple_of(4),
             pooled: false,
+            dkv: [true; 2],
             mods: Mods::default(),
             layout: Layout::default(),
         })
@@ -258,7 +261,13 @@ impl KernelSpec {
             format!("d{}x{}", self.head_dim, self.v_dim)
         };
         let tile = self.metal.map_or_else(|| self.tile.to_string(), |tile| tile.to_string());
-        format!("{}-{}{access}{pooled}-{dims}-{tile}", self.kernel.entry(), self.dtype.name())
+        let part = match self.dkv {
+            [true, true] => "",
+            [true, false] => "-dk",
+            [false, true] => "-dv",
+            [false, false] => "-none",
+        };
+        format!("{}{part}-{}{access}{pooled}-{dims}-{tile}", self.kernel.entry(), self.dtype.name())
     }
 
     /// Identifies the variant, the same in every process and release: equal keys, equal text. Made
@@ -368,6 +377,11 @@ impl KernelSpec {
         }
         for (name, value) in self.constants() {
             fill.constant(name, &value.to_string())?;
+        }
+        if let Kernel::Dkv | Kernel::DkvSubgroup = self.kernel {
+            for (name, wanted) in ["DK", "DV"].into_iter().zip(self.dkv) {
+                fill.constant(name, &wanted.to_string())?;
+            }
         }
         for (slot, text) in lower::slots(&self.mods, &self.layout, language)? {
             fill.slot(slot, &text)?;
@@ -498,6 +512,7 @@ pub fn all_specs() -> Vec<KernelSpec> {
                         metal: None,
                         aligned,
                         pooled,
+                        dkv: [true; 2],
                         mods: Mods::default(),
                         layout: Layout::default(),
                     });

@@ -75,9 +75,9 @@ mod shape;
 mod tensor;
 mod threads;
 
-#[cfg(feature = "wgpu")]
-pub use attention::Recorded;
 pub use attention::{Attention, Gradients, Output, PerBatch, Saved, sdpa};
+#[cfg(feature = "wgpu")]
+pub use attention::{Recorded, RecordedBackward};
 pub use block_mask::{BlockMask, BlockShape, Class, CompiledMask, KvBlocks, Lists, Picture, Tables, TileMap};
 pub use cpu::Cpu;
 pub use error::{Error, ParseError, Result};

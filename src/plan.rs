@@ -220,6 +220,7 @@ struct SpecKey {
     mask: Option<u128>,
     large: Option<String>,
     terms: Vec<String>,
+    dkv: [bool; 2],
 }
 
 /// Plans a forward call.
@@ -504,6 +505,7 @@ impl Cache {
             mask: mask.map(MaskMod::hash),
             large: mods.and_then(|mods| mods.large.as_deref()).map(str::to_owned),
             terms: Vec::new(),
+            dkv: [true; 2],
         };
         let (f16, tile, metal) = (key.f16, key.tile, key.metal);
         Ok(self.spec_or(key, || {
@@ -517,6 +519,7 @@ impl Cache {
                 metal: None,
                 aligned,
                 pooled,
+                dkv: [true; 2],
                 mods: lower::Mods {
                     score: score.map(|score| score.expr().clone()),
                     mask: mask.map(|mask| mask.expr().clone()),

@@ -19,6 +19,8 @@
 const HEAD_DIM: u32 = 64u;
 const V_DIM: u32 = 64u;
 const CHUNK: u32 = 8u;      // vec4 of a row that are staged at once, a multiple of 8
+const DK: bool = true;      // whether dkv computes dk
+const DV: bool = true;      // and dv
 const STAGES: u32 = 2u;     // staged tiles; with 3, and whole rows in a chunk, the rows stay staged
 
 //@slot load
@@ -161,7 +163,8 @@ fn dkv(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_in
         let q_rows = Rows(Q, p.q.x + b * p.q.y + h * p.q.z, p.q.w, walk.first, p.q_len);
         let dout_rows = Rows(DOUT, p.dout.x + b * p.dout.y + h * p.dout.z, p.dout.w, walk.first, p.q_len);
         let s = product(S_ROWS, k_rows, q_rows, local);
-        let dp = product(DP_ROWS, v_rows, dout_rows, local);
+        var dp = array<vec4<f32>, ROWS>();
+        if (DK) { dp = product(DP_ROWS, v_rows, dout_rows, local); }
         var ds = array<vec4<f32>, ROWS>();
         var weights = array<vec4<f32>, ROWS>();
         for (var j = 0u; j < COLUMNS; j += 1u) {
@@ -177,11 +180,15 @@ fn dkv(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_in
             ds[i][j] = chain(both.y, score_grad(s[i][j] * p.scale, row, i32(b), i32(h), q_pos, i32(kv)));
           }
         }
-        for (var i = 0u; i < ROWS; i += 1u) { p_tile[(ty + 8u * i) * P_STRIDE + tx] = weights[i]; }
-        add_to(&dv, dout_rows, false, local);
-        workgroupBarrier();
-        for (var i = 0u; i < ROWS; i += 1u) { p_tile[(ty + 8u * i) * P_STRIDE + tx] = ds[i]; }
-        add_to(&dk, q_rows, true, local);
+        if (DV) {
+          for (var i = 0u; i < ROWS; i += 1u) { p_tile[(ty + 8u * i) * P_STRIDE + tx] = weights[i]; }
+          add_to(&dv, dout_rows, !DK, local);
+          workgroupBarrier();
+        }
+        if (DK) {
+          for (var i = 0u; i < ROWS; i += 1u) { p_tile[(ty + 8u * i) * P_STRIDE + tx] = ds[i]; }
+          add_to(&dk, q_rows, true, local);
+        }
       }
     }
   }
@@ -190,11 +197,11 @@ fn dkv(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_in
     let r = first_kv + ty + 8u * i;
     for (var c = 0u; c < OUT; c += 1u) {
       let quad = tx + 8u * c;
-      if (r < p.kv_len && quad < HEAD_QUADS) {
+      if (DK && r < p.kv_len && quad < HEAD_QUADS) {
         let at = p.dk.x + kv_batch * p.dk.y + kv_head * p.dk.z + r * p.dk.w + 4u * quad;
         store_out(at, HEAD_DIM - 4u * quad, dk[i][c] * p.scale);
       }
-      if (r < p.kv_len && quad < V_QUADS) {
+      if (DV && r < p.kv_len && quad < V_QUADS) {
         let at = p.dv.x + kv_batch * p.dv.y + kv_head * p.dv.z + r * p.dv.w + 4u * quad;
         store_out(at, V_DIM - 4u * quad, dv[i][c]);
       }

@@ -18,6 +18,8 @@ const HEAD_DIM: u32 = 64u;
 const V_DIM: u32 = 64u;
 const THREADS: u32 = 64u;
 const ROWS: u32 = 4u;       // rows of a cluster
+const DK: bool = true;      // whether dkv_subgroup computes dk
+const DV: bool = true;      // and dv
 
 //@slot load
 //#include load_f32.wgsl
@@ -204,7 +206,8 @@ fn dkv_subgroup(
           var q_columns = columns_of(q_place, r0, x);
           let s = product(&k_rows, &q_columns, x);
           var dout_columns = columns_of(dout_place, r0, x);
-          let dp = product(&v_rows, &dout_columns, x);
+          var dp = Scores();
+          if (DK) { dp = product(&v_rows, &dout_columns, x); }
           let r = min(r0 + x, p.q_len - 1u);
           let q_pos = i32(r) + q_offset_of(b);
           let row = row_mod(i32(b), i32(h), q_pos);
@@ -217,8 +220,8 @@ fn dkv_subgroup(
             weights[i] = both.x;
             ds[i] = chain(both.y, score_grad(s[i] * p.scale, row, i32(b), i32(h), q_pos, i32(kv)));
           }
-          add_to(&dv, &weights, &dout_columns, cluster);
-          add_to(&dk, &ds, &q_columns, cluster);
+          if (DV) { add_to(&dv, &weights, &dout_columns, cluster); }
+          if (DK) { add_to(&dk, &ds, &q_columns, cluster); }
         }
       }
     }
@@ -228,11 +231,11 @@ fn dkv_subgroup(
     let r = kv0 + i;
     for (var c = 0u; c < QUADS; c += 1u) {
       let quad = x + 8u * c;
-      if (r < p.kv_len && quad < HEAD_QUADS) {
+      if (DK && r < p.kv_len && quad < HEAD_QUADS) {
         let at = p.dk.x + kv_batch * p.dk.y + kv_head * p.dk.z + r * p.dk.w + 4u * quad;
         store_out(at, HEAD_DIM - 4u * quad, dk[i][c] * p.scale);
       }
-      if (r < p.kv_len && quad < V_QUADS) {
+      if (DV && r < p.kv_len && quad < V_QUADS) {
         let at = p.dv.x + kv_batch * p.dv.y + kv_head * p.dv.z + r * p.dv.w + 4u * quad;
         store_out(at, V_DIM - 4u * quad, dv[i][c]);
       }

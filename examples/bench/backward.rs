@@ -74,6 +74,8 @@ fn memory(gpu: &Gpu) -> Result<(Row, f64), Failure> {
     let (_, output) = attention.prepare(&fresh, [&q, &k, &v, &out])?;
     let saved = Saved::new(&q, &k, &v, &output)?;
     let (_, gradients) = attention.prepare_backward(&fresh, &saved, &dout, None, &Wanted::qkv())?;
+    // lse and delta of each row, which live as long as the call.
+    let stats = 4 * attention.plan_backward(&fresh, &saved, &dout, None, &Wanted::qkv())?.plan.stats;
     let results = [gradients.dq, gradients.dk, gradients.dv, output.lse, output.max];
     let mut buffers: Vec<&Tensor> = vec![&q, &k, &v, &out, &dout];
     for tensor in results.iter().flatten() {
@@ -83,7 +85,7 @@ fn memory(gpu: &Gpu) -> Result<(Row, f64), Failure> {
     }
     let tensors: u64 = buffers.iter().map(|tensor| fresh.size(tensor.buffer())).sum();
     let held = fresh.held();
-    let bytes = tensors + held.constant_bytes + held.scratch_bytes;
+    let bytes = tensors + stats + held.constant_bytes + held.scratch_bytes;
     let row = sizes.row("backward", "memory of a call with gradients", gpu, DType::F32, 1.0);
     Ok((Row { bytes, ..row }, bytes as f64 / f64::from(1 << 20)))
 }

@@ -130,7 +130,7 @@ impl Attention {
     where
         R::Buffer: Any + PartialEq,
     {
-        let (submits, gradients) = self.prepare_backward(runtime, saved, dout, dlse, wanted)?;
+        let (submits, gradients, _) = self.ready(runtime, saved, dout, dlse, wanted)?;
         for dispatches in submits {
             runtime.run(&dispatches)?;
         }
@@ -152,6 +152,23 @@ impl Attention {
         dlse: Option<&Tensor<R>>,
         wanted: &Wanted,
     ) -> Result<(Vec<Vec<Dispatch<R::Buffer>>>, Gradients<R>)>
+    where
+        R::Buffer: Any + PartialEq,
+    {
+        let (submits, gradients, _) = self.ready(runtime, saved, dout, dlse, wanted)?;
+        Ok((submits, gradients))
+    }
+
+    /// The launches, the tensors that they fill, and the work in multiply-adds.
+    #[expect(clippy::type_complexity, reason = "a list of submits, and the tensors that they fill")]
+    fn ready<R: Runtime>(
+        &self,
+        runtime: &R,
+        saved: &Saved<R>,
+        dout: &Tensor<R>,
+        dlse: Option<&Tensor<R>>,
+        wanted: &Wanted,
+    ) -> Result<(Vec<Vec<Dispatch<R::Buffer>>>, Gradients<R>, f64)>
     where
         R::Buffer: Any + PartialEq,
     {
@@ -220,7 +237,7 @@ impl Attention {
             dq,
             captures,
         };
-        Ok((submits, gradients))
+        Ok((submits, gradients, plan.work()))
     }
 
     /// The plan of a backward call: pure data, for looking at.
@@ -264,4 +281,39 @@ impl Attention {
             plan::backward(&back, runtime.profile(), &self.cache)
         })
     }
+}
+
+#[cfg(feature = "wgpu")]
+impl Attention {
+    /// Records a backward call into the program's own encoder and submits nothing: it may follow the
+    /// forward call that it belongs to ([`Attention::record`]) in the same encoder.
+    ///
+    /// # Errors
+    ///
+    /// As [`Attention::backward`], and [`Error::Unsupported`] on the Cpu tier.
+    pub fn record_backward(
+        &self,
+        gpu: &crate::gpu::Gpu,
+        encoder: &mut wgpu::CommandEncoder,
+        saved: &Saved,
+        dout: &Tensor,
+        dlse: Option<&Tensor>,
+        wanted: &Wanted,
+    ) -> Result<RecordedBackward> {
+        let (submits, gradients, work) = self.ready(gpu, saved, dout, dlse, wanted)?;
+        for dispatches in &submits {
+            gpu.encode(encoder, dispatches)?;
+        }
+        Ok(RecordedBackward { gradients, work })
+    }
+}
+
+/// A backward call recorded into a program's encoder.
+#[cfg(feature = "wgpu")]
+#[derive(Clone, Debug)]
+pub struct RecordedBackward {
+    /// The gradients, filled once the encoder's commands have run.
+    pub gradients: Gradients,
+    /// Estimated work in multiply-adds.
+    pub work: f64,
 }

@@ -192,8 +192,9 @@ pub(super) fn dkv<'a, S: Simd>(
                     let row = columns.start - own.start * TILE;
                     let sides = [(&tiles.ds, &*q_rows), (&tiles.p, &*dout_rows)];
                     let dims = [launch.k.columns, launch.v.columns];
-                    for (((gradient, stride), (left, right)), dim) in
-                        gradients.iter_mut().zip(strides).zip(sides).zip(dims)
+                    let targets = gradients.iter_mut().zip(strides).zip(sides).zip(dims).zip(launch.spec.dkv);
+                    for ((((gradient, stride), (left, right)), dim), _) in
+                        targets.filter(|&(_, wanted)| wanted)
                     {
                         let left = Left::Columns(&left[columns.start..], BLOCK);
                         let target = Target { data: &mut gradient[row * stride..], stride, add: true };

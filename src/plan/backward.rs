@@ -90,6 +90,7 @@ pub struct BackwardPlan {
 pub fn backward(back: &Backward<'_>, profile: &Profile, cache: &Cache) -> Result<BackwardPlan> {
     back.check()?;
     let call = &back.call;
+    cache.check_positions(call)?;
     let shape = &call.shape;
     let wanted = &back.wanted;
     let mods = captures::Mods::new(call.mask, call.score)?;
@@ -119,6 +120,9 @@ pub fn backward(back: &Backward<'_>, profile: &Profile, cache: &Cache) -> Result
     };
     let mut captured = CapturedPlaces { tensors: Vec::new(), elements: 0 };
     for name in &wanted.captures {
+        if captured.tensors.iter().any(|(known, ..)| known == name) {
+            continue;
+        }
         let (name, dims) = places_of(name)?;
         let first = captured.elements;
         captured.elements += dims.iter().product::<usize>();
@@ -233,7 +237,13 @@ pub fn backward(back: &Backward<'_>, profile: &Profile, cache: &Cache) -> Result
         builder.add(kernel, &[], inputs.clone(), target, base, groups, work)?;
     }
     if wanted.k || wanted.v {
-        let work = pairs * (2.0 * head_dim + 2.0 * v_dim);
+        // S is computed again for either, dP for dk.
+        let work = pairs
+            * match (wanted.k, wanted.v) {
+                (true, true) => 2.0 * head_dim + 2.0 * v_dim,
+                (true, false) => 2.0 * head_dim + v_dim,
+                (false, _) => head_dim + v_dim,
+            };
         let kernel = builder.best(Kernel::DkvSubgroup, Kernel::Dkv);
         let heads = shape.kv_heads as u64 * shape.kv_batch as u64;
         let groups = builder.tiles(kernel, shape.kv_len)? * heads;
@@ -241,7 +251,8 @@ pub fn backward(back: &Backward<'_>, profile: &Profile, cache: &Cache) -> Result
         builder.add(kernel, &[], inputs.clone(), target, base, groups, work)?;
     }
     if !wanted.captures.is_empty() {
-        let names = &wanted.captures;
+        let names: Vec<String> = captured.tensors.iter().map(|(name, ..)| name.clone()).collect();
+        let names = &names;
         let counts = builder.mods(false, names).term_counts()?;
         let target = Slot::whole(Source::Tensor(Role::Captured));
         let params = Params { capture_at: sums_at as u32, ..base };
@@ -272,6 +283,16 @@ pub fn backward(back: &Backward<'_>, profile: &Profile, cache: &Cache) -> Result
     }
     let passes = builder.passes;
     let stats = if dsink_wanted { 3 * rows + shape.q_heads } else { 2 * rows } as u64;
+    let size = call.dtype.size() as u64;
+    let (dq, dkv) = (wanted.q, wanted.k || wanted.v);
+    views.fit("the row statistics", 4 * stats)?;
+    views.fit("dq", if dq { dq_layout.end() as u64 * size } else { 0 })?;
+    views.fit("dk and dv", if dkv { dv_layout.end() as u64 * size } else { 0 })?;
+    views.fit("the gradients of captured tensors", 4 * captured.elements as u64)?;
+    for constant in &constants {
+        let words: usize = constant.parts.iter().map(|part| part.len()).sum();
+        views.fit(constant.label, 4 * words as u64)?;
+    }
     Ok(BackwardPlan {
         plan: Plan { passes, constants, scratch: Vec::new(), stats },
         dsink_at: 3 * rows,
@@ -324,6 +345,21 @@ struct Views<'a> {
 }
 
 impl Views<'_> {
+    /// Refuses what one binding cannot hold, and what u32 cannot count.
+    fn fit(&self, what: &str, bytes: u64) -> Result<()> {
+        let available = self.profile.limits.storage_binding.min(4 * u64::from(u32::MAX));
+        if bytes <= available {
+            return Ok(());
+        }
+        Err(Error::Limit {
+            what: format!("{what} of a backward call"),
+            limit: "maxStorageBufferBindingSize",
+            needed: bytes,
+            available,
+            remedy: "take the gradients of parts of the batch or of the heads".into(),
+        })
+    }
+
     fn of(&self, role: Role, operand: &Operand, dtype: DType, shared: bool) -> Result<(Slot, [u32; 4])> {
         let layout = &operand.layout;
         let limits = &self.profile.limits;
@@ -335,15 +371,7 @@ impl Views<'_> {
         let offset = layout.offset as u64 * size / alignment * alignment;
         let end = (layout.end() as u64 * size).next_multiple_of(4).min(operand.buffer);
         let length = end - offset;
-        if length > limits.storage_binding {
-            return Err(Error::Limit {
-                what: format!("{} of a backward call", super::split::name(role)),
-                limit: "maxStorageBufferBindingSize",
-                needed: length,
-                available: limits.storage_binding,
-                remedy: "take the gradients of parts of the batch or of the heads".into(),
-            });
-        }
+        self.fit(super::split::name(role), length)?;
         let view = super::split::view(layout, (offset / size) as u32, shared);
         Ok((Slot { source: Source::Tensor(role), offset, size: length }, view))
     }
@@ -435,6 +463,11 @@ impl Passes<'_> {
         // Terms are derivatives of score_mod with respect to what it captures, not to the score.
         let grad = kernel.uses_score_grad();
         let mods = if rows_only { lower::Mods::default() } else { self.mods(grad, terms) };
+        let wanted = &self.back.wanted;
+        let dkv = match kernel {
+            Kernel::Dkv | Kernel::DkvSubgroup => [wanted.k, wanted.v],
+            _ => [true; 2],
+        };
         let key = SpecKey {
             kernel,
             dtype: call.dtype,
@@ -448,6 +481,7 @@ impl Passes<'_> {
             mask: mods.mask.as_ref().map(crate::expr::Expr::hash),
             large: None,
             terms: terms.to_vec(),
+            dkv,
         };
         // The capture that lives on the device takes the binding of the packed ones.
         let layout = lower::Layout { large: None, ..self.mods.layout.clone() };
@@ -461,6 +495,7 @@ impl Passes<'_> {
             metal: None,
             aligned,
             pooled: false,
+            dkv,
             mods,
             layout,
         }))

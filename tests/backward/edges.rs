@@ -1,0 +1,233 @@
+//! Gradients at the edges: odd and empty shapes, other layouts, what is not finite, too large, or lost.
+
+use std::rc::Rc;
+
+use flexattn::{
+    Attention, Capture, DType, Gpu, Layout, MaskMod, Saved, ScoreMod, Tensor, Tier, Wanted, masks,
+};
+use flexattn_testing::problem::Sizes;
+
+use super::case::Case;
+use super::wanted::{Watched, saved};
+use super::{tiers, upload};
+
+fn sizes(
+    [batch, q_heads, kv_heads]: [usize; 3],
+    [q_len, kv_len]: [usize; 2],
+    [head_dim, v_dim]: [usize; 2],
+) -> Sizes {
+    Sizes { batch, kv_batch: batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_dim }
+}
+
+#[test]
+fn any_shape_has_the_gradients_of_the_reference() {
+    let shapes = [
+        sizes([1, 1, 1], [1, 1], [1, 1]),
+        sizes([2, 6, 2], [33, 65], [3, 5]),
+        sizes([1, 2, 1], [129, 17], [24, 64]),
+        sizes([1, 1, 1], [7, 140], [67, 4]),
+        sizes([1, 2, 2], [40, 50], [128, 100]),
+        sizes([1, 1, 1], [20, 30], [160, 160]),
+        Sizes { kv_batch: 1, ..sizes([3, 4, 2], [35, 40], [16, 32]) },
+    ];
+    let full = std::env::var_os("FLEXATTN_FULL").is_some();
+    for gpu in tiers() {
+        for (i, shape) in shapes.into_iter().enumerate() {
+            // A GPU compiles kernels for each.
+            if gpu.tier() != Tier::Cpu && i % 3 != 1 && i != 6 && !full {
+                continue;
+            }
+            println!("{} {shape:?}", gpu.tier());
+            Case { mask: Some(masks::sliding_window(40)), ..Case::new(shape) }.check(&gpu, &[], &[]);
+        }
+    }
+}
+
+#[test]
+fn sinks_and_the_gradient_of_lse_count() {
+    let shape = sizes([2, 4, 2], [45, 70], [16, 16]);
+    let dlse: Vec<f32> = (0..2 * 4 * 45).map(|i| ((i * 37) % 19) as f32 / 19.0 - 0.5).collect();
+    for gpu in tiers() {
+        let case = Case {
+            mask: Some(MaskMod::new(|i| i.q().ge(i.kv() + 5))),
+            score: Some(ScoreMod::new(|s| (s.score() * 0.1).tanh() * 10.0)),
+            dlse: dlse.clone(),
+            sinks: vec![0.5, -1.0, 2.0, 0.0],
+            ..Case::new(shape)
+        };
+        case.check(&gpu, &[], &[]);
+        // Rows 0 to 4 keep nothing.
+        let dq = case.run(&gpu, &Wanted::qkv()).unwrap().dq.unwrap().read().unwrap();
+        for head in dq.chunks(45 * 16) {
+            assert!(head[..5 * 16].iter().all(|&x| x == 0.0), "{}", gpu.tier());
+            assert!(head[5 * 16..].iter().any(|&x| x != 0.0), "{}", gpu.tier());
+        }
+    }
+}
+
+#[test]
+fn empty_tensors_have_empty_or_zero_gradients() {
+    let slope = Capture::f32("slope", &[0.5, 0.25], &[2]).unwrap();
+    for gpu in tiers() {
+        for (q_len, kv_len, batch) in [(0, 5, 1), (5, 0, 1), (0, 0, 1), (4, 4, 0)] {
+            let case = Case {
+                score: Some(ScoreMod::new(|s| s.score() * slope.at([s.head()]))),
+                sinks: vec![0.0; 2],
+                ..Case::new(sizes([batch, 2, 2], [q_len, kv_len], [8, 8]))
+            };
+            let found = case.run(&gpu, &Wanted::qkv().sinks().capture("slope"));
+            let found = found.unwrap_or_else(|e| panic!("{} {q_len} {kv_len} {batch}: {e}", gpu.tier()));
+            let slope = found.capture("slope").unwrap().read().unwrap();
+            assert_eq!(slope, [0.0; 2], "{} {q_len} {kv_len}", gpu.tier());
+            assert_eq!(found.dsinks.unwrap().read().unwrap(), [0.0; 2]);
+            let lengths = [(found.dq, q_len), (found.dk, kv_len), (found.dv, kv_len)];
+            for (tensor, len) in lengths {
+                assert_eq!(tensor.unwrap().read().unwrap(), vec![0.0; batch * 2 * len * 8]);
+            }
+        }
+    }
+}
+
+#[test]
+fn strides_and_offsets_of_every_input_may_be_any() {
+    let shape = sizes([2, 2, 2], [37, 41], [12, 12]);
+    let case = Case { mask: Some(masks::causal()), ..Case::new(shape) };
+    for gpu in tiers() {
+        let expected = case.run(&gpu, &Wanted::qkv()).unwrap();
+        for (pad, offset) in [(4, 8), (3, 5)] {
+            // [B, L, H, D] with gaps between rows, in a larger buffer.
+            let moved = |values: &[f32], len: usize| {
+                let row = 2 * 12 + pad;
+                let layout = Layout::new([2, 2, len, 12], [len * row, 12, row, 1], offset).unwrap();
+                let all = gpu.zeros(DType::F32, [1, 1, 1, offset + 2 * len * row + 8]).unwrap();
+                let tensor = all.view(layout).unwrap();
+                tensor.write(values).unwrap();
+                tensor
+            };
+            let inputs = &case.inputs;
+            let (q, k, v) = (moved(&inputs.q, 37), moved(&inputs.k, 41), moved(&inputs.v, 41));
+            let dout = moved(&inputs.dout, 37);
+            let out = moved(&vec![0.0; inputs.dout.len()], 37);
+            let attention = case.attention();
+            let output = attention.forward_into(&gpu, &q, &k, &v, &out).unwrap();
+            let saved = Saved::new(&q, &k, &v, &output).unwrap();
+            let found = attention.backward(&gpu, &saved, &dout, None, &Wanted::qkv()).unwrap();
+            for (got, expected) in
+                [(&found.dq, &expected.dq), (&found.dk, &expected.dk), (&found.dv, &expected.dv)]
+            {
+                let [got, expected] = [got, expected].map(|t| t.as_ref().unwrap().read().unwrap());
+                let worst = got.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                assert!(worst < 1e-5, "{} {pad} {offset}: {worst}", gpu.tier());
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_not_finite_stays_in_its_row() {
+    let shape = sizes([1, 1, 1], [40, 40], [8, 8]);
+    for gpu in tiers() {
+        for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::MAX] {
+            let mut case = Case { mask: Some(masks::causal()), ..Case::new(shape) };
+            case.inputs.q[20 * 8..21 * 8].fill(value);
+            let dq = case.run(&gpu, &Wanted::qkv()).unwrap().dq.unwrap().read().unwrap();
+            let finite = dq.iter().enumerate().filter(|(i, _)| i / 8 != 20);
+            assert!(finite.into_iter().all(|(_, x)| x.is_finite()), "{} {value}", gpu.tier());
+        }
+    }
+}
+
+#[test]
+fn a_gradient_that_one_binding_cannot_hold_is_refused_with_the_limit() {
+    let mut on = Watched::as_tier(Tier::Portable);
+    let attention = Attention::new();
+    let (saved, dout) = saved(&on, &attention, 64);
+    let fits =
+        |on: &Watched, wanted: &Wanted| attention.plan_backward(on, &saved, &dout, None, wanted).map(drop);
+    fits(&on, &Wanted::qkv()).unwrap();
+    // q takes 4 KiB; dk and dv, in one buffer, 8.
+    let mut profile = (*on.profile).clone();
+    profile.limits.storage_binding = 4096;
+    on.profile = Rc::new(profile);
+    fits(&on, &Wanted { q: true, ..Wanted::default() }).unwrap();
+    let error = fits(&on, &Wanted::qkv()).unwrap_err();
+    assert!(error.is_limit() && error.to_string().contains("dk and dv"), "{error}");
+}
+
+#[test]
+fn a_capture_that_is_wanted_twice_counts_once() {
+    let slope = Capture::f32("slope", &[0.5, 0.25], &[2]).unwrap();
+    for gpu in tiers() {
+        let case = Case {
+            score: Some(ScoreMod::new(|s| s.score() * slope.at([s.head()]))),
+            ..Case::new(sizes([1, 2, 2], [9, 9], [8, 8]))
+        };
+        let once = case.run(&gpu, &Wanted::default().capture("slope")).unwrap();
+        let twice = case.run(&gpu, &Wanted::default().capture("slope").capture("slope")).unwrap();
+        let read = |found: &flexattn::Gradients| found.capture("slope").unwrap().read().unwrap();
+        assert_eq!(read(&once), read(&twice));
+        assert_eq!(twice.captures.len(), 1);
+    }
+}
+
+#[test]
+fn gradients_of_what_has_none_are_refused_by_name() {
+    let gpu = Gpu::builder().tier(Tier::Cpu).build().unwrap();
+    let shift = Capture::i32("shift", &[1, 2], &[2]).unwrap();
+    let only_mask = Capture::f32("limit", &[5.0], &[1]).unwrap();
+    let table = Capture::f32("table", &[0.5, 0.25], &[2]).unwrap();
+    let case = Case {
+        mask: Some(MaskMod::new(|i| i.kv().to_f32().lt(only_mask.at([i.batch()])))),
+        score: Some(ScoreMod::new(|s| {
+            s.score() + shift.at([s.head()]).to_f32() + table.at([s.score().to_i32()])
+        })),
+        ..Case::new(sizes([1, 2, 2], [9, 9], [8, 8]))
+    };
+    for (name, reason) in [
+        ("shift", "does not read it as a float"),
+        ("limit", "does not read a tensor of this name"),
+        ("table", "index depends on the score"),
+        ("nothing", "does not read a tensor of this name"),
+    ] {
+        let message = case.run(&gpu, &Wanted::default().capture(name)).unwrap_err().to_string();
+        assert!(message.contains(name) && message.contains(reason), "{message}");
+    }
+}
+
+#[test]
+fn tensors_of_different_calls_and_types_are_refused() {
+    let gpu = Gpu::builder().tier(Tier::Cpu).build().unwrap();
+    let tensor = |len: usize, dtype| upload(&gpu, &vec![1.0; len * 4], [1, 1, len, 4], dtype);
+    let (q, longer, half) = (tensor(2, DType::F32), tensor(3, DType::F32), tensor(2, DType::F16));
+    let attention = Attention::new();
+    let output = attention.forward(&gpu, &q, &q, &q).unwrap();
+    let run = |q: &Tensor, k: &Tensor, dout: &Tensor, dlse: Option<&Tensor>| {
+        let saved = Saved::new(q, k, k, &output)?;
+        attention.backward(&gpu, &saved, dout, dlse, &Wanted::qkv()).map(drop)
+    };
+    run(&q, &longer, &q, None).unwrap(); // k and v have no length that out could contradict
+    let error = run(&longer, &q, &q, None).unwrap_err();
+    assert!(error.is_shape(), "{error}");
+    let error = run(&half, &half, &q, None).unwrap_err();
+    assert!(error.is_dtype(), "{error}");
+    let error = run(&q, &q, &half, None).unwrap_err();
+    assert!(error.is_dtype(), "{error}");
+    let dlse = upload(&gpu, &[1.0; 2], [1, 1, 2, 1], DType::F16);
+    let error = run(&q, &q, &q, Some(&dlse)).unwrap_err();
+    assert!(error.is_dtype(), "{error}");
+}
+
+#[test]
+fn a_lost_device_is_an_error_and_no_panic() {
+    for gpu in tiers() {
+        let case = Case::new(sizes([1, 1, 1], [9, 9], [8, 8]));
+        let (attention, [q, k, v, dout]) = (case.attention(), case.tensors(&gpu));
+        let Some(device) = gpu.device() else { continue };
+        let output = attention.forward(&gpu, &q, &k, &v).unwrap();
+        let saved = Saved::new(&q, &k, &v, &output).unwrap();
+        attention.backward(&gpu, &saved, &dout, None, &Wanted::qkv()).unwrap();
+        device.destroy();
+        let refused = attention.backward(&gpu, &saved, &dout, None, &Wanted::qkv()).unwrap_err();
+        assert!(refused.is_device_lost(), "{refused}");
+    }
+}
