@@ -89,8 +89,9 @@ impl Attention {
     /// that keep nothing, give exactly 0, whatever their derivative is.
     ///
     /// `dout` is `[B, Hq, L, Ev]` in out's type, `dlse` `[B, Hq, L, 1]` f32. Two calls give the same bits,
-    /// except for the gradient of a captured tensor whose elements are read by several (q, kv) each: those
-    /// sums are atomic. Kinks (abs, max, clamp) have PyTorch's derivatives, see [`crate::expr`].
+    /// except, on a GPU, for the gradient of a captured tensor that is indexed by q and kv together and
+    /// whose elements several pairs read (a table of distances): those sums are atomic. Kinks (abs, max,
+    /// clamp) have PyTorch's derivatives, see [`crate::expr`].
     ///
     /// It gives no second derivatives, and no gradient of the scale, of masks or of scalars.
     ///
