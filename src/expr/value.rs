@@ -228,7 +228,8 @@ macro_rules! float {
                 self.log2()
             }
             fn pow(self, y: Self) -> Self {
-                self.powf(y)
+                // Of -0 as of 0: the sign of a zero does not survive every driver.
+                if self == 0.0 && y < 0.0 { <$float>::INFINITY } else { self.powf(y) }
             }
             fn sin(self) -> Self {
                 self.sin()

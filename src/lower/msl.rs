@@ -183,7 +183,7 @@ impl Target for Msl {
             "power" => {
                 "inline float power(float x, float y) {
   float size = fabs(x);
-  if (size == 0.0f || y == 0.0f) { return y == 0.0f ? 1.0f : (y < 0.0f ? 1.0f / size : 0.0f); }
+  if (size == 0.0f || y == 0.0f) { return y == 0.0f ? 1.0f : (y < 0.0f ? 1.0f / (x * x) : 0.0f); }
   bool whole = floor(y) == y;
   bool odd = floor(0.5f * y) * 2.0f != y;
   float magnitude = pow(whole ? size : x, y);

@@ -143,12 +143,13 @@ impl Target for Wgsl {
 }
 "
             }
-            // exp2(y * log2(x)), which `pow` may be, has no value below 0 and none to rely on at 0.
+            // exp2(y * log2(x)), which `pow` may be, has no value below 0 and none to rely on at 0;
+            // drivers drop the sign of zero, and abs() where they think it idle.
             "power" => {
                 "fn power(x: f32, y: f32) -> f32 {
   let size = abs(x);
   if size == 0.0 || y == 0.0 {
-    return select(select(0.0, 1.0, y == 0.0), 1.0 / size, y < 0.0);
+    return select(select(0.0, 1.0, y == 0.0), 1.0 / (x * x), y < 0.0);
   }
   let whole = floor(y) == y;
   let odd = floor(0.5 * y) * 2.0 != y;
