@@ -10,6 +10,7 @@
 //! tier; the rest is plain loops. The gradients of the first step are compared with the f64 reference. Fails
 //! unless the loss falls to a tenth.
 
+#[path = "train/matrix.rs"]
 mod matrix;
 
 use std::error::Error;
