@@ -1,13 +1,13 @@
 //! Runs golden files on every tier of this machine.
 //!
 //! ```text
-//! cargo run --release --example conformance -- DIR [--tier TIER] [--json]
+//! cargo run --release --example conformance -- DIR [--tier TIER] [--dtype TYPE] [--forward] [--json]
 //! ```
 //!
 //! Every `*.safetensors` file in DIR, on every tier available here (the Metal kernels in the emulator where
 //! clang is installed), in f32, f16 and bf16: forward, and the gradients that the file stores. One line per case
 //! and tier, then how many of these passed and failed. What a tier cannot do is `skipped`, which is neither. Fails
-//! when a case does.
+//! when a case does. --forward leaves the gradients out, which run the same kernels on every WGSL tier.
 //!
 //! With --json a line per output, and the count on stderr: case, tier, dtype, output, pass (null where skipped, with
 //! the reason as `skipped`), mean_err, max_err, budget.
@@ -23,11 +23,14 @@ use flexattn_testing::Golden;
 use flexattn_testing::conformance::{self, Finding, Verdict};
 use serde_json::json;
 
-const USAGE: &str = "usage: conformance DIR [--tier metal|coop-matrix|subgroup|portable|cpu] [--json]";
+const USAGE: &str = "usage: conformance DIR [--tier metal|coop-matrix|subgroup|portable|cpu] \
+                     [--dtype f32|f16|bf16] [--forward] [--json]";
 
 struct Options {
     dir: PathBuf,
     tier: Option<Tier>,
+    dtype: Option<DType>,
+    forward: bool,
     json: bool,
 }
 
@@ -56,7 +59,7 @@ fn main() -> ExitCode {
 /// Nothing when help was asked for.
 fn options() -> Result<Option<Options>, String> {
     use lexopt::prelude::*;
-    let (mut dir, mut tier, mut json) = (None, None, false);
+    let (mut dir, mut tier, mut dtype, mut forward, mut json) = (None, None, None, false, false);
     let mut args = lexopt::Parser::from_env();
     while let Some(arg) = args.next().map_err(|e| e.to_string())? {
         match arg {
@@ -65,13 +68,19 @@ fn options() -> Result<Option<Options>, String> {
                 let name = args.value().and_then(|v| v.parse::<String>()).map_err(|e| e.to_string())?;
                 tier = Some(Tier::from_name(&name).map_err(|e| e.to_string())?);
             }
+            Long("dtype") => {
+                let name = args.value().and_then(|v| v.parse::<String>()).map_err(|e| e.to_string())?;
+                let found = DType::ALL.into_iter().find(|dtype| dtype.name() == name);
+                dtype = Some(found.ok_or_else(|| format!("there is no type {name}"))?);
+            }
+            Long("forward") => forward = true,
             Long("json") => json = true,
             Long("help") | Short('h') => return Ok(None),
             other => return Err(other.unexpected().to_string()),
         }
     }
     let dir = dir.ok_or("DIR is missing: the directory of the golden files, such as tests/goldens")?;
-    Ok(Some(Options { dir, tier, json }))
+    Ok(Some(Options { dir, tier, dtype, forward, json }))
 }
 
 /// Something that runs kernels here.
@@ -142,6 +151,13 @@ fn run(options: &Options) -> Result<bool, String> {
             println!("{tier} skipped: {reason}")
         }
     }
+    for machine in &machines {
+        // What a tier cannot multiply itself, it says.
+        if let (Machine::Gpu(gpu), false) = (machine, options.json) {
+            let own = gpu.report().rungs.iter().find(|rung| rung.tier == gpu.tier());
+            println!("{}: {}", gpu.tier(), own.map_or("", |rung| &rung.reason));
+        }
+    }
     if machines.is_empty() {
         return Err("no tier that was asked for is available here".to_owned());
     }
@@ -149,6 +165,7 @@ fn run(options: &Options) -> Result<bool, String> {
     let mut count = |good: bool| if good { passed += 1 } else { failed += 1 };
     for file in files {
         let golden = match Golden::load(&file) {
+            Ok(golden) if options.forward => golden.without_gradients(),
             Ok(golden) => golden,
             Err(problem) => {
                 eprintln!("{problem}");
@@ -162,7 +179,8 @@ fn run(options: &Options) -> Result<bool, String> {
         }
         for machine in &machines {
             let mut report = Report::default();
-            for dtype in DType::ALL {
+            for dtype in DType::ALL.into_iter().filter(|dtype| options.dtype.is_none_or(|one| one == *dtype))
+            {
                 for finding in machine.run(&golden, dtype) {
                     report.add(dtype, &finding);
                     if options.json {

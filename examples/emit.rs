@@ -3,7 +3,7 @@
 //! ```text
 //! cargo run --release --example emit -- --language wgsl|wgsl-web|msl --pass forward|decode|backward \
 //!     [--score NAME|FILE] [--mask NAME|FILE] [--params NAME=VALUE,..] [--capture NAME:TYPE:8x64] ..
-//!     [--head-dim D] [--v-dim D] [--dtype f32|f16|bf16] [--tier portable|subgroup] [--loader staged|direct]
+//!     [--head-dim D] [--v-dim D] [--dtype f32|f16|bf16] [--tier portable|subgroup|coop-matrix] [--loader staged|direct]
 //! cargo run --release --example emit -- --all --language LANGUAGE --out FOLDER
 //! ```
 //!
@@ -149,10 +149,12 @@ fn print(wanted: &Wanted) -> Result<(), Failure> {
         })
     });
     let (score, mask) = (score.transpose()?, mask.transpose()?);
-    let subgroup = wanted.tier == Tier::Subgroup;
+    let [matrices, subgroup] = [Tier::CoopMatrix, Tier::Subgroup].map(|tier| wanted.tier == tier);
     let chosen = |kernel: &Kernel| match kernel {
-        Kernel::Forward | Kernel::Dq | Kernel::Dkv => !subgroup,
+        Kernel::Forward => !subgroup && !matrices,
+        Kernel::Dq | Kernel::Dkv => !subgroup,
         Kernel::ForwardSubgroup | Kernel::DqSubgroup | Kernel::DkvSubgroup => subgroup,
+        Kernel::ForwardCoop => matrices,
         _ => true,
     };
     let all = Kernel::ALL.iter().copied();
@@ -223,7 +225,8 @@ fn write_all(language: Language, folder: &Path) -> Result<(), Failure> {
     let mut manifest = Vec::new();
     for (number, (mods, spec)) in rows.chain(prebuilt_specs()?).enumerate() {
         let spec = if metal { spec.on_metal(Loader::Staged) } else { spec };
-        if metal && spec.metal.is_none() {
+        let in_browsers = !spec.kernel.uses_matrices();
+        if metal && spec.metal.is_none() || language == Language::WgslWeb && !in_browsers {
             continue;
         }
         let label = if mods.is_empty() { spec.label() } else { format!("{}-{mods}", spec.label()) };

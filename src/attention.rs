@@ -62,6 +62,7 @@ pub struct Attention {
     sinks: Option<Arc<[f32]>>,
     lse: bool,
     max: bool,
+    splits: bool,
     cache: Arc<plan::Cache>,
 }
 
@@ -107,6 +108,7 @@ impl Attention {
             sinks: None,
             lse: true,
             max: false,
+            splits: true,
             cache: Arc::default(),
         }
     }
@@ -167,6 +169,14 @@ impl Attention {
     /// Whether the largest score of each row is returned.
     pub fn with_max(mut self, max: bool) -> Self {
         self.max = max;
+        self
+    }
+
+    /// Whether few queries over many keys may be cut into parts of the keys that run side by side, as they
+    /// are unless told otherwise. Without it they take the kernels of many queries: slower, and the sums
+    /// then do not depend on how many parts an adapter gets.
+    pub fn with_splits(mut self, splits: bool) -> Self {
+        self.splits = splits;
         self
     }
 
@@ -389,6 +399,7 @@ impl Attention {
             block_mask: self.block_mask.as_ref(),
             lse: self.lse,
             max: self.max,
+            splits: self.splits,
         };
         then(call)
     }

@@ -162,6 +162,8 @@ impl Cpu {
             kernel @ (Kernel::ForwardSubgroup
             | Kernel::DqSubgroup
             | Kernel::DkvSubgroup
+            | Kernel::ForwardCoop
+            | Kernel::Merge
             | Kernel::DecodeSplit
             | Kernel::DecodeCombine) => Err(Error::unsupported(format!(
                 "the Cpu tier has no kernel `{}`; plan for its own profile",

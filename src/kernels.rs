@@ -17,6 +17,7 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use crate::expr::Expr;
 use crate::lower::{self, Layout, Mods};
+use crate::runtime::Matrices;
 use crate::{DType, Error, Profile, Result, Tier};
 
 pub use files::{MSL_FILES, WGSL_FILES};
@@ -47,6 +48,10 @@ pub enum Kernel {
     DecodeCombine,
     /// The same with subgroup operations, for subgroups of 8 lanes and more.
     ForwardSubgroup,
+    /// The same with cooperative matrices: f16, and f32 where the device multiplies that too.
+    ForwardCoop,
+    /// out, lse and max of rows whose keys were attended to in ranges.
+    Merge,
     /// lse with sinks, and delta = rowsum(out * dout) less the gradient of lse: what the other gradient
     /// kernels need of each row.
     Delta,
@@ -75,6 +80,8 @@ impl Kernel {
         Kernel::DecodeSplit,
         Kernel::DecodeCombine,
         Kernel::ForwardSubgroup,
+        Kernel::ForwardCoop,
+        Kernel::Merge,
         Kernel::Delta,
         Kernel::Dsink,
         Kernel::Dq,
@@ -92,6 +99,8 @@ impl Kernel {
             Kernel::Forward => "forward",
             Kernel::DecodeSplit | Kernel::DecodeCombine => "decode",
             Kernel::ForwardSubgroup => "forward_subgroup",
+            Kernel::ForwardCoop => "forward_coop",
+            Kernel::Merge => "merge",
             Kernel::Delta | Kernel::Dsink => "delta",
             Kernel::Dq | Kernel::Dkv => "backward",
             Kernel::DqSubgroup | Kernel::DkvSubgroup => "backward_subgroup",
@@ -106,6 +115,8 @@ impl Kernel {
             Kernel::DecodeSplit => "split",
             Kernel::DecodeCombine => "combine",
             Kernel::ForwardSubgroup => "forward_subgroup",
+            Kernel::ForwardCoop => "forward_coop",
+            Kernel::Merge => "merge",
             Kernel::Delta => "delta",
             Kernel::Dsink => "dsink",
             Kernel::Dq => "dq",
@@ -121,7 +132,12 @@ impl Kernel {
     /// Whether it computes gradients, from q, k, v and dout.
     pub const fn is_backward(self) -> bool {
         match self {
-            Kernel::Forward | Kernel::ForwardSubgroup | Kernel::DecodeSplit | Kernel::DecodeCombine => false,
+            Kernel::Forward
+            | Kernel::ForwardSubgroup
+            | Kernel::ForwardCoop
+            | Kernel::DecodeSplit
+            | Kernel::DecodeCombine
+            | Kernel::Merge => false,
             Kernel::Delta
             | Kernel::Dsink
             | Kernel::Dq
@@ -143,12 +159,20 @@ impl Kernel {
 impl Kernel {
     /// Whether it computes out from q, k and v in one pass, so that it may meet all of them in one buffer.
     pub const fn is_forward(self) -> bool {
-        matches!(self, Kernel::Forward | Kernel::ForwardSubgroup)
+        matches!(self, Kernel::Forward | Kernel::ForwardSubgroup | Kernel::ForwardCoop)
     }
 
     /// Whether it uses subgroup operations, which a device has to be asked for.
     pub const fn uses_subgroups(self) -> bool {
-        matches!(self, Kernel::ForwardSubgroup | Kernel::DqSubgroup | Kernel::DkvSubgroup)
+        matches!(
+            self,
+            Kernel::ForwardSubgroup | Kernel::ForwardCoop | Kernel::DqSubgroup | Kernel::DkvSubgroup
+        )
+    }
+
+    /// Whether it uses cooperative matrices, which browsers do not have.
+    pub const fn uses_matrices(self) -> bool {
+        matches!(self, Kernel::ForwardCoop)
     }
 }
 
@@ -220,6 +244,7 @@ impl KernelSpec {
     ) -> Result<Self> {
         let mut profile = Profile::floor(Tier::Portable);
         profile.limits.workgroup_memory = workgroup_memory;
+        profile.matrices = Matrices { f16: 8, f32: 8 };
         Ok(Self {
             kernel,
             dtype,
@@ -297,7 +322,10 @@ impl KernelSpec {
 
     /// Query rows of one workgroup.
     pub fn tile_q(&self) -> u32 {
-        self.metal.map_or(self.tile.tile_q(), |tile| tile.tile_q())
+        match self.metal {
+            Some(tile) => tile.tile_q(),
+            None => self.tile.tile_q(self.kernel),
+        }
     }
 
     /// Bytes of workgroup memory.
@@ -313,11 +341,11 @@ impl KernelSpec {
         use BindingKind::{Read, ReadWrite, Uniform};
         let input = if self.pooled { ReadWrite } else { Read };
         match self.kernel {
-            Kernel::Forward | Kernel::ForwardSubgroup => {
+            Kernel::Forward | Kernel::ForwardSubgroup | Kernel::ForwardCoop => {
                 [input, input, input, ReadWrite, ReadWrite, Read, Read, Read, Uniform]
             }
-            // Split writes partials and combine reads them, so out never meets q, k and v.
-            Kernel::DecodeSplit | Kernel::DecodeCombine => {
+            // Split writes partials and combine reads them, so out never meets q, k and v; merge likewise.
+            Kernel::DecodeSplit | Kernel::DecodeCombine | Kernel::Merge => {
                 [Read, Read, Read, ReadWrite, ReadWrite, Read, Read, Read, Uniform]
             }
             Kernel::Delta
@@ -356,7 +384,17 @@ impl KernelSpec {
         if language == Language::Msl {
             return self.msl(&file);
         }
+        if language == Language::WgslWeb && self.kernel.uses_matrices() {
+            return Err(Error::unsupported(format!(
+                "the {} kernel uses cooperative matrices, which browsers do not have; use the {} kernel",
+                self.entry(),
+                Kernel::ForwardSubgroup.entry()
+            )));
+        }
         let mut fill = Fill::join(&file, files)?;
+        if self.kernel.uses_matrices() {
+            fill.slot_file("matrices", self.matrices_file(), files)?;
+        }
         if language == Language::WgslWeb && self.kernel.uses_subgroups() {
             fill.enable("subgroups");
         }
@@ -434,6 +472,15 @@ impl KernelSpec {
         }
     }
 
+    /// The WGSL file for the slot `matrices` of the kernel with cooperative matrices.
+    fn matrices_file(&self) -> &'static str {
+        match (self.dtype, self.tile.rows) {
+            (DType::F32, _) => "coop_f32.wgsl",
+            (DType::F16 | DType::BF16, 16) => "coop_f16_16.wgsl",
+            (DType::F16 | DType::BF16, _) => "coop_f16.wgsl",
+        }
+    }
+
     /// The WGSL file for the slot `load_dout` of the gradient kernels.
     fn load_dout_file(&self) -> &'static str {
         match (self.dtype, self.aligned) {
@@ -452,6 +499,13 @@ impl KernelSpec {
                 ("ROWS", self.tile.rows),
                 ("COLUMNS", self.tile.columns),
             ],
+            Kernel::ForwardCoop => vec![
+                ("INFO", self.layout.info_len() as u32),
+                ("HEAD_DIM", self.head_dim),
+                ("V_DIM", self.v_dim),
+                ("THREADS", self.tile.threads),
+                ("CHUNK", 4 * self.tile.chunk),
+            ],
             Kernel::Forward | Kernel::DecodeSplit | Kernel::DecodeCombine => vec![
                 ("INFO", self.layout.info_len() as u32),
                 ("HEAD_DIM", self.head_dim),
@@ -460,7 +514,7 @@ impl KernelSpec {
                 ("CHUNK", self.tile.chunk),
                 ("V_ROWS", self.tile.v_rows),
             ],
-            Kernel::Delta | Kernel::Dsink => {
+            Kernel::Delta | Kernel::Dsink | Kernel::Merge => {
                 vec![("INFO", self.layout.info_len() as u32), ("V_DIM", self.v_dim)]
             }
             Kernel::DqSubgroup | Kernel::DkvSubgroup => vec![
@@ -490,7 +544,10 @@ impl KernelSpec {
 pub fn all_specs() -> Vec<KernelSpec> {
     let mut specs = Vec::new();
     for row in TILES {
-        for &dtype in DType::ALL.iter().filter(|dtype| dtype.size() as u32 == row.element) {
+        let takes = |dtype: &&DType| {
+            dtype.size() as u32 == row.element && !(row.kernel.uses_matrices() && **dtype == DType::BF16)
+        };
+        for &dtype in DType::ALL.iter().filter(takes) {
             // A row's largest dims, and others that are no multiple of 4.
             for (head_dim, v_dim) in
                 [(row.head_dim.min(576), row.v_dim.min(576)), (row.head_dim.min(67), row.v_dim.min(576) - 3)]

@@ -86,7 +86,7 @@ pub use expr::{Capture, MaskMod, Scalar, ScoreMod};
 pub use gpu::Gpu;
 pub use plan::Wanted;
 pub use prebuilt::{Param, Params, Prebuilt};
-pub use runtime::{Binding, Dispatch, Limits, Profile, Resident, Runtime, Tier, Usage};
+pub use runtime::{Binding, Dispatch, Limits, Matrices, Profile, Resident, Runtime, Tier, Usage};
 pub use shape::{AttentionShape, BLOCK, DType, Element, Layout, same_dtype};
 pub use tensor::{DefaultRuntime, Tensor};
 

@@ -15,6 +15,7 @@ mod backward;
 mod captures;
 mod decode;
 mod lists;
+mod merge;
 mod split;
 
 use crate::error::{Error, Result};
@@ -63,6 +64,8 @@ pub struct Forward<'a> {
     pub lse: bool,
     /// Whether the maximum of each row is wanted.
     pub max: bool,
+    /// Whether few queries over many keys are cut into parts of the keys.
+    pub splits: bool,
 }
 
 /// A tensor's place, and the size of the buffer that it lies in.
@@ -307,9 +310,27 @@ pub fn forward(call: &Forward<'_>, profile: &Profile, cache: &Cache) -> Result<P
         ))
     })?;
 
-    let cutter = split::Cutter { call, profile, tiles: tiles as u32, tile_q, groups, work };
+    let cutter = split::Cutter { call, profile, tiles: tiles as u32, tile_q, groups, work, may_range: true };
     let mut passes = Vec::new();
+    let mut merge = None;
     for piece in cutter.pieces()? {
+        if !piece.ranges.is_empty() {
+            let merge = match &mut merge {
+                Some(merge) => merge,
+                none => none.insert(merge::Merge {
+                    call,
+                    lists: &lists,
+                    base,
+                    info: &info,
+                    slots: last.clone(),
+                    spec: cache.spec(call, None, merge::KERNEL, profile)?,
+                    tables: HashMap::new(),
+                    bytes: [0; 2],
+                }),
+            };
+            passes.extend(merge.passes(&cutter, &piece, &spec, &mut constants)?);
+            continue;
+        }
         let mut params = Params { groups: piece.end, first_group: piece.first, ..base };
         let grid = fold(piece.end - piece.first, profile.limits.workgroups)?;
         params.fold = grid[0];
@@ -329,7 +350,7 @@ pub fn forward(call: &Forward<'_>, profile: &Profile, cache: &Cache) -> Result<P
         bytes.extend_from_slice(bytemuck::cast_slice(&info));
         passes.push(Pass { spec: spec.clone(), slots, params: bytes, grid, work: piece.work });
     }
-    Ok(Plan { passes, constants, scratch: Vec::new(), stats })
+    Ok(Plan { passes, constants, scratch: merge.map_or(Vec::new(), |merge| merge.scratch()), stats })
 }
 
 /// The forward kernel of a tier, as far as it has a tile for these dims.
@@ -337,6 +358,7 @@ fn forward_kernel(call: &Forward<'_>, profile: &Profile) -> Kernel {
     let dims = [call.shape.head_dim, call.shape.v_dim].map(|dim| dim as u32);
     let fits = |kernel| Tile::choose(kernel, call.dtype, dims[0], dims[1], profile).is_ok();
     match profile.tier {
+        Tier::CoopMatrix if fits(Kernel::ForwardCoop) => Kernel::ForwardCoop,
         Tier::Subgroup | Tier::CoopMatrix if fits(Kernel::ForwardSubgroup) => Kernel::ForwardSubgroup,
         Tier::Metal | Tier::CoopMatrix | Tier::Subgroup | Tier::Portable | Tier::Cpu => Kernel::Forward,
     }

@@ -8,6 +8,7 @@
 use crate::error::{Error, Result};
 use crate::expr::DeviceHandle;
 use crate::kernels::KernelSpec;
+use crate::shape::DType;
 use std::fmt;
 use std::future::Future;
 use std::ops::Range;
@@ -75,6 +76,8 @@ pub struct Profile {
     pub subgroup_max: u32,
     /// 16-bit floats in arithmetic (`shader-f16`). f16 tensors work without: they are read as words.
     pub f16: bool,
+    /// The cooperative matrices that the tier [`Tier::CoopMatrix`] multiplies.
+    pub matrices: Matrices,
     /// Whether a simdgroup should read tiles straight from device memory (Apple9 and newer: M3, M4).
     pub load_direct: bool,
     /// The kernels run in a browser, whose WGSL dialect differs (`enable subgroups;`).
@@ -98,11 +101,36 @@ impl Profile {
             adapter: format!("{tier} floor"),
             subgroup_min: subgroup,
             subgroup_max: subgroup,
-            f16: matches!(tier, Tier::Metal),
+            f16: matches!(tier, Tier::Metal | Tier::CoopMatrix),
+            matrices: match tier {
+                Tier::CoopMatrix => Matrices { f16: 8, f32: 0 },
+                _ => Matrices::default(),
+            },
             load_direct: false,
             browser: false,
             software: false,
             limits: Limits::default(),
+        }
+    }
+}
+
+/// The square cooperative matrices that a device multiplies with sums in f32, by the type of their
+/// elements: rows of one, 0 where there are none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Matrices {
+    /// Of f16: 8, 16 or 0.
+    pub f16: u32,
+    /// Of f32: 8 or 0.
+    pub f32: u32,
+}
+
+impl Matrices {
+    /// Rows of a matrix for tensors of this type.
+    pub const fn edge(self, dtype: DType) -> u32 {
+        match dtype {
+            DType::F16 => self.f16,
+            DType::F32 => self.f32,
+            DType::BF16 => 0,
         }
     }
 }

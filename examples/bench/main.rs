@@ -1,7 +1,7 @@
 //! How long attention takes here, beside an unfused baseline that is measured in the same run.
 //!
 //! ```text
-//! cargo run --release --example bench -- --suite dense|sparse|mods|backward|blockmask|compile \
+//! cargo run --release --example bench -- --suite dense|sparse|decode|mods|backward|blockmask|compile \
 //!     [--tier TIER] [--rounds N] [--json] [--plot out.svg]
 //! ```
 //!
@@ -14,6 +14,7 @@
 
 mod backward;
 mod baseline;
+mod baseline_row;
 mod compile;
 mod measure;
 mod plot;

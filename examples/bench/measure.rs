@@ -2,6 +2,7 @@
 
 use crate::Row;
 use crate::baseline::{Baseline, wait};
+use crate::baseline_row::UnfusedRow;
 use flexattn::{Attention, BlockMask, BlockShape, DType, Gpu, MaskMod, Result, Tensor};
 use indicatif::ProgressBar;
 use std::time::Instant;
@@ -166,6 +167,15 @@ impl<'a> Fused<'a> {
     /// The largest difference between the outputs of the fused call and of the baseline.
     pub(crate) fn differs_from(&self, baseline: &Baseline, attention: &Attention) -> Result<f32> {
         attention.forward_into(self.gpu, &self.q, &self.k, &self.v, &self.out)?;
+        baseline.run()?;
+        let other = baseline.output(self.gpu, self.out.shape())?;
+        let pairs = self.out.read()?.into_iter().zip(other);
+        Ok(pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max))
+    }
+
+    /// The same for one query row.
+    pub(crate) fn differs_from_row(&self, baseline: &UnfusedRow) -> Result<f32> {
+        Attention::new().forward_into(self.gpu, &self.q, &self.k, &self.v, &self.out)?;
         baseline.run()?;
         let other = baseline.output(self.gpu, self.out.shape())?;
         let pairs = self.out.read()?.into_iter().zip(other);

@@ -2,6 +2,7 @@
 
 pub(crate) use crate::baseline::Tile;
 use crate::baseline::{Baseline, Problem};
+use crate::baseline_row::UnfusedRow;
 use crate::measure::{Fused, Sizes, Work, median, medians};
 use crate::{Bound, Check, Failure, Found, Row};
 use flexattn::{Attention, BlockMask, BlockShape, DType, Gpu, MaskMod, Params, Tier, masks, scores};
@@ -18,6 +19,7 @@ pub(crate) struct Suite {
 const SUITES: &[Suite] = &[
     Suite { name: "dense", needs_gpu: true, run: |gpu, rounds| dense(given(gpu)?, rounds) },
     Suite { name: "sparse", needs_gpu: true, run: |gpu, rounds| sparse(given(gpu)?, rounds) },
+    Suite { name: "decode", needs_gpu: true, run: |gpu, rounds| decode(given(gpu)?, rounds) },
     Suite { name: "backward", needs_gpu: true, run: |gpu, rounds| crate::backward::run(given(gpu)?, rounds) },
     Suite { name: "mods", needs_gpu: true, run: |gpu, rounds| mods(given(gpu)?, rounds) },
     Suite { name: "compile", needs_gpu: true, run: |gpu, rounds| crate::compile::run(given(gpu)?, rounds) },
@@ -163,6 +165,39 @@ fn sparse(gpu: &Gpu, rounds: Option<usize>) -> Result<Found, Failure> {
         }
         let row = sizes.row("sparse", name, gpu, DType::F32, density);
         found.rows.push(row.timed(ms, times.get(cases.len()).copied()));
+    }
+    Ok(found)
+}
+
+/// One query over a growing cache, 8 query heads on 2 kv heads: the decode kernels, and the kernel of many
+/// queries on the same work.
+fn decode(gpu: &Gpu, rounds: Option<usize>) -> Result<Found, Failure> {
+    let mut found = Found::default();
+    for (kv_len, dtype) in [4096, 16_384, 65_536, 131_072].into_iter().flat_map(|len| {
+        let types: &[DType] = if len == 16_384 { &[DType::F32, DType::F16] } else { &[DType::F32] };
+        types.iter().map(move |dtype| (len, *dtype))
+    }) {
+        let sizes = Sizes { q_heads: 8, kv_heads: 2, q_len: 1, kv_len, head_dim: 64 };
+        let data = sizes.data();
+        let fused = Fused::new(gpu, sizes, dtype, &data)?;
+        let baseline = UnfusedRow::new(gpu, &sizes, [&data[0], &data[1], &data[2]])?;
+        if let Some(baseline) = &baseline {
+            let difference = fused.differs_from_row(baseline)?;
+            let allowed = if dtype == DType::F32 { 1e-4 } else { 2e-2 };
+            if difference > allowed {
+                return Err(format!("decode and its unfused baseline differ by {difference}").into());
+            }
+        }
+        let mut works: Vec<Work<'_>> =
+            vec![fused.work(Attention::new()), fused.work(Attention::new().with_splits(false))];
+        works.extend(baseline.iter().map(|baseline| Box::new(|| baseline.run()) as Work<'_>));
+        let times = medians(&format!("decode {kv_len}"), rounds.unwrap_or(7), &mut works)?;
+        drop(works);
+        let row = |case: &str| sizes.row("decode", case, gpu, dtype, 1.0);
+        found.rows.push(row("decode").timed(times[0], times.get(2).copied()));
+        found.rows.push(row("prefill kernel").timed(times[1], times.get(2).copied()));
+        let what = format!("decode: prefill kernel / decode at {kv_len} {dtype}");
+        found.checks.push(at_least(&what, gpu, times[1] / times[0], 3.0));
     }
     Ok(found)
 }

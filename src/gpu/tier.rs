@@ -8,7 +8,7 @@
 use super::device::Device;
 use super::passthrough;
 use crate::kernels::{MSL_FILES, WGSL_FILES};
-use crate::runtime::{Limits, Profile, Tier};
+use crate::runtime::{Limits, Matrices, Profile, Tier};
 use crate::{Error, Result};
 use std::fmt;
 
@@ -152,11 +152,13 @@ pub(super) async fn probe(
     let described = describe(adapter);
     let family = apple_family(device.device());
     let mut rungs = Vec::new();
+    let lanes = subgroup(&described, device).await;
+    let matrices = matrices(adapter, device);
     for tier in Tier::ALL {
         let verdict = match tier {
             Tier::Metal => metal(adapter, device, family).await,
-            Tier::CoopMatrix => coop_matrix(adapter, device),
-            Tier::Subgroup => subgroup(&described, device).await,
+            Tier::CoopMatrix => coop_matrix(&described, &matrices, &lanes),
+            Tier::Subgroup => lanes.clone(),
             Tier::Portable => Ok("core WGSL".to_owned()),
             Tier::Cpu => Ok("always there".to_owned()),
         };
@@ -164,7 +166,11 @@ pub(super) async fn probe(
         rungs.push(Rung { tier, usable, reason: verdict.unwrap_or_else(|reason| reason) });
     }
     let tier = match forced {
-        None => rungs.iter().find(|rung| rung.usable).map_or(Tier::Portable, |rung| rung.tier),
+        None => {
+            let slower = |tier| tier == Tier::CoopMatrix && described.software;
+            let best = rungs.iter().find(|rung| rung.usable && !slower(rung.tier));
+            best.map_or(Tier::Portable, |rung| rung.tier)
+        }
         Some(forced) => {
             if let Some(rung) = rungs.iter().find(|rung| rung.tier == forced && !rung.usable) {
                 return Err(Error::unsupported(format!(
@@ -182,6 +188,7 @@ pub(super) async fn probe(
         subgroup_min,
         subgroup_max,
         f16: device.device().features().contains(wgpu::Features::SHADER_F16),
+        matrices: matrices.unwrap_or_default(),
         load_direct: family.is_some_and(|family| family >= 9),
         browser: adapter.get_info().backend == wgpu::Backend::BrowserWebGpu,
         software: described.software,
@@ -236,25 +243,49 @@ async fn metal(adapter: &wgpu::Adapter, device: &Device, family: Option<u32>) ->
     Ok(format!("family Apple{family}, simdgroup matrices work"))
 }
 
-fn coop_matrix(adapter: &wgpu::Adapter, device: &Device) -> Verdict {
+/// The cooperative matrices that the device multiplies, or why none.
+fn matrices(adapter: &wgpu::Adapter, device: &Device) -> Result<Matrices, String> {
     feature(
         adapter,
         device,
         wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX,
         "cooperative matrices (experimental)",
     )?;
-    has_file(WGSL_FILES, "forward_coop.wgsl")?;
+    feature(adapter, device, wgpu::Features::SHADER_F16, "shader-f16")?;
     let offered = adapter.cooperative_matrix_properties();
-    let wanted = offered.iter().any(|shape| {
-        (shape.m_size, shape.n_size, shape.k_size) == (8, 8, 8)
-            && shape.ab_type == wgpu::CooperativeScalarType::F16
-            && shape.cr_type == wgpu::CooperativeScalarType::F32
-    });
-    if wanted {
-        Ok("8x8 f16 -> f32".into())
-    } else {
-        Err("no 8x8 f16 -> f32 matrices among those offered".into())
+    let offers = |edge: u32, element| {
+        offered.iter().any(|shape| {
+            [shape.m_size, shape.n_size, shape.k_size] == [edge; 3]
+                && shape.ab_type == element
+                && shape.cr_type == wgpu::CooperativeScalarType::F32
+        })
+    };
+    let edge =
+        |element, edges: &[u32]| edges.iter().copied().find(|edge| offers(*edge, element)).unwrap_or(0);
+    let found = Matrices {
+        f16: edge(wgpu::CooperativeScalarType::F16, &[8, 16]),
+        f32: edge(wgpu::CooperativeScalarType::F32, &[8]),
+    };
+    if found.f16 == 0 {
+        return Err("no 8x8 or 16x16 matrices of f16 with sums in f32 among those offered".into());
     }
+    Ok(found)
+}
+
+fn coop_matrix(described: &AdapterReport, matrices: &Result<Matrices, String>, lanes: &Verdict) -> Verdict {
+    has_file(WGSL_FILES, "forward_coop.wgsl")?;
+    let Matrices { f16, f32 } = matrices.clone()?;
+    lanes.clone()?;
+    if described.subgroup.0 < f16 {
+        return Err(format!("subgroups may be smaller than a matrix of {f16}x{f16}"));
+    }
+    let others = if f32 > 0 { "bf16 falls to subgroup" } else { "f32 and bf16 fall to subgroup" };
+    let taken = if described.software {
+        "; on a CPU slower than shuffles, so it is taken only when asked for"
+    } else {
+        ""
+    };
+    Ok(format!("{f16}x{f16} f16 -> f32, {others}{taken}"))
 }
 
 async fn subgroup(described: &AdapterReport, device: &Device) -> Verdict {

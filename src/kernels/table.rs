@@ -10,7 +10,8 @@ use crate::{DType, Error, Profile, Result};
 pub struct Tile {
     /// Invocations of a workgroup.
     pub threads: u32,
-    /// Query rows of one invocation.
+    /// Query rows of one invocation; with cooperative matrices those of a subgroup, as many as a matrix
+    /// has.
     pub rows: u32,
     /// Columns of the scores of one invocation.
     pub columns: u32,
@@ -96,6 +97,16 @@ const fn unstaged(
     TileRow { kernel, adapter, element, head_dim, v_dim, tile }
 }
 
+/// The row of the kernel with cooperative matrices of `edge` x `edge`: four subgroups of 8 lanes, or of 32.
+const fn matrices(adapter: Adapter, element: u32, up_to: u32, edge: u32, chunk: u32) -> TileRow {
+    let threads = match adapter {
+        Adapter::Any => 32 * 32 / edge,
+        Adapter::Software => 8 * 32 / edge,
+    };
+    let tile = Tile { threads, rows: edge, columns: 32, chunk, v_rows: 0, stages: 0 };
+    TileRow { kernel: Kernel::ForwardCoop, adapter, element, head_dim: up_to, v_dim: up_to, tile }
+}
+
 /// The rows of a gradient kernel. 3 stages only where a chunk is a whole row.
 const fn gradient(kernel: Kernel, element: u32, up_to: u32, chunk: u32, stages: u32) -> TileRow {
     let tile = Tile { threads: 64, rows: 4, columns: 4, chunk, v_rows: 0, stages };
@@ -163,6 +174,15 @@ pub const TILES: &[TileRow] = &[
     unstaged(Kernel::ForwardSubgroup, Adapter::Any, 2, [128, 128], 4, 4),
     unstaged(Kernel::ForwardSubgroup, Adapter::Any, 4, [256, 256], 2, 4),
     unstaged(Kernel::ForwardSubgroup, Adapter::Any, 2, [256, 256], 2, 4),
+    matrices(Adapter::Software, 2, 64, 8, 16),
+    matrices(Adapter::Software, 2, 256, 8, 32),
+    matrices(Adapter::Any, 2, 64, 8, 16),
+    matrices(Adapter::Any, 2, 256, 8, 32),
+    matrices(Adapter::Any, 2, 256, 16, 16),
+    matrices(Adapter::Any, 4, 256, 8, 16),
+    matrices(Adapter::Any, 4, 256, 8, 8),
+    unstaged(Kernel::Merge, Adapter::Any, 4, [ANY, ANY], 0, 0),
+    unstaged(Kernel::Merge, Adapter::Any, 2, [ANY, ANY], 0, 0),
     gradient(Kernel::Delta, 4, 1024, 0, 0),
     gradient(Kernel::Dsink, 4, 1024, 0, 0),
     gradient(Kernel::Delta, 2, 1024, 0, 0),
@@ -230,6 +250,7 @@ impl Tile {
             row.kernel == kernel
                 && row.element == dtype.size() as u32
                 && (row.adapter == Adapter::Any || profile.software)
+                && (!kernel.uses_matrices() || row.tile.rows == profile.matrices.edge(dtype))
         });
         let fitting = || rows.clone().filter(|row| head_dim <= row.head_dim && v_dim <= row.v_dim);
         let memory = |row: &TileRow| row.tile.workgroup_memory(kernel, dtype, v_dim);
@@ -255,8 +276,11 @@ impl Tile {
     }
 
     /// Rows of a workgroup of the forward and gradient kernels: 8 invocations share a row.
-    pub const fn tile_q(&self) -> u32 {
-        self.threads / 8 * self.rows
+    pub const fn tile_q(&self, kernel: Kernel) -> u32 {
+        match kernel {
+            Kernel::ForwardCoop => 32,
+            _ => self.threads / 8 * self.rows,
+        }
     }
 
     /// Bytes of workgroup memory that the kernel declares.
@@ -265,13 +289,18 @@ impl Tile {
             // Both decode entries are in one file, and what it declares counts.
             Kernel::Forward | Kernel::DecodeSplit | Kernel::DecodeCombine => {
                 let stride = self.chunk | 1;
-                let q = self.tile_q() * stride;
+                let q = self.tile_q(kernel) * stride;
                 let kv = (8 * self.columns * stride).max(self.v_rows * 8 * v_dim.div_ceil(32));
-                let weights = self.tile_q() * 9 * 16;
-                let reduced = self.tile_q() * 8 * 4;
+                let weights = self.tile_q(kernel) * 9 * 16;
+                let reduced = self.tile_q(kernel) * 8 * 4;
                 (q + kv) * 4 * dtype.size() as u32 + weights + reduced
             }
-            Kernel::ForwardSubgroup | Kernel::DqSubgroup | Kernel::DkvSubgroup => 0,
+            Kernel::ForwardSubgroup | Kernel::DqSubgroup | Kernel::DkvSubgroup | Kernel::Merge => 0,
+            // A chunk, P, S and one flag a strip.
+            Kernel::ForwardCoop => {
+                let operands = 32 * (4 * self.chunk + self.rows) + 32 * (32 + self.rows);
+                operands * dtype.size() as u32 + 32 * 36 * 4 + 32 / self.rows * 4
+            }
             Kernel::Delta | Kernel::Dsink => 64 * 4,
             Kernel::Dq | Kernel::Dkv => self.staged(dtype) + 32 * 9 * 16,
             Kernel::CapturedRows | Kernel::CapturedColumns | Kernel::CapturedScatter => {

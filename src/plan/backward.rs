@@ -415,7 +415,7 @@ impl Passes<'_> {
 
     /// Workgroups that `length` rows of one head take.
     fn tiles(&self, kernel: Kernel, length: usize) -> Result<u64> {
-        Ok((length as u64).div_ceil(self.tile(kernel)?.tile_q().into()))
+        Ok((length as u64).div_ceil(self.tile(kernel)?.tile_q(kernel).into()))
     }
 
     /// Launches of a kernel over `groups` workgroups, each within the budget of a submit.

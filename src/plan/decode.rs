@@ -25,7 +25,8 @@ pub(super) struct Parts {
 /// that fills up keeps its kernels.
 pub(super) fn applies(call: &Forward<'_>, profile: &Profile) -> bool {
     let shape = &call.shape;
-    profile.tier != Tier::Cpu
+    call.splits
+        && profile.tier != Tier::Cpu
         // The kernels look at the first row of a block's tiles only.
         && (1..=32).contains(&shape.q_len)
         && shape.group() * shape.q_len <= 64
@@ -54,7 +55,8 @@ pub(super) fn parts(call: &Forward<'_>, profile: &Profile, tile_q: u32) -> Parts
 pub(super) fn whole(call: &Forward<'_>, profile: &Profile, parts: &Parts, work: f64) -> Option<Piece> {
     let shape = &call.shape;
     let groups = (shape.batch * shape.q_heads) as u32;
-    let cutter = Cutter { call, profile, tiles: 1, tile_q: shape.q_len as u32, groups, work };
+    let tile_q = shape.q_len as u32;
+    let cutter = Cutter { call, profile, tiles: 1, tile_q, groups, work, may_range: false };
     let mut pieces = cutter.pieces().ok()?;
     let fits = pieces.len() == 1 && parts.bytes <= profile.limits.storage_binding;
     if fits { pieces.pop() } else { None }

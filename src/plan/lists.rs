@@ -6,6 +6,7 @@ use crate::block_mask::{BlockMask, BlockShape};
 use crate::error::{Error, Result};
 use crate::kernels::NONE;
 use crate::shape::{AttentionShape, BLOCK};
+use std::ops::Range;
 use std::sync::Arc;
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
@@ -51,6 +52,37 @@ impl Lists {
         let constant =
             Constant { label: "tables", key: hash.digest128(), parts: vec![self.words.clone(), tail.into()] };
         (constant, Places { q_offset, kv_len, sinks })
+    }
+
+    /// The lists of the query rows with only what they hold in these kv blocks.
+    pub(super) fn within(&self, blocks: &Range<u32>, q_blocks: u32) -> Self {
+        let count = self.mask_batch * self.mask_heads * q_blocks;
+        let old = |at: u32| self.words[at as usize];
+        let mut words = vec![0; 4 * count as usize];
+        for list in 0..count {
+            let header = self.lists + 4 * list;
+            let mut begin = words.len() as u32;
+            for run in (old(header)..old(header + 1)).step_by(2) {
+                let (first, end) = (old(run).max(blocks.start), old(run + 1).min(blocks.end));
+                if first < end {
+                    words.extend([first, end]);
+                }
+            }
+            let places = [begin, words.len() as u32];
+            words[4 * list as usize..][..2].copy_from_slice(&places);
+            begin = words.len() as u32;
+            for partial in (old(header + 2)..old(header + 3)).step_by(2) {
+                if blocks.contains(&old(partial)) {
+                    words.extend([old(partial), old(partial + 1)]);
+                }
+            }
+            let places = [begin, words.len() as u32];
+            words[4 * list as usize + 2..][..2].copy_from_slice(&places);
+        }
+        let mut hash = Xxh3::new();
+        hash.update(&self.key.to_le_bytes());
+        hash.update(bytemuck::cast_slice(&[blocks.start, blocks.end]));
+        Self { words: words.into(), key: hash.digest128(), lists: 0, ..*self }
     }
 
     fn of(mask: &BlockMask, key: u128) -> Result<Self> {

@@ -3,7 +3,7 @@
 use super::{Forward, Plan, Role, Slot, Source};
 use crate::error::{Error, Result};
 use crate::runtime::Profile;
-use crate::shape::Layout;
+use crate::shape::{BLOCK, Layout};
 use std::ops::Range;
 
 /// The workgroups of a call, numbered by batch entry, head and tile of query rows.
@@ -18,6 +18,8 @@ pub(super) struct Cutter<'a> {
     pub(super) groups: u32,
     /// Multiply-adds of the call.
     pub(super) work: f64,
+    /// Whether the keys may be cut into ranges, whose results are then merged.
+    pub(super) may_range: bool,
 }
 
 /// A range of workgroups and what they touch.
@@ -25,8 +27,22 @@ pub(super) struct Piece {
     pub(super) first: u32,
     pub(super) end: u32,
     pub(super) work: f64,
-    /// q, k, v, out.
-    windows: [(Slot, [u32; 4]); 4],
+    /// q, k, v, out. k and v are those of the first range where there are ranges.
+    windows: [Window; 4],
+    /// Ranges of the keys, where k or v is too long for one binding; otherwise none. The rows of such a
+    /// piece are of one head of one batch entry.
+    pub(super) ranges: Vec<KvRange>,
+}
+
+/// A slot and the view of the tensor from its start.
+type Window = (Slot, [u32; 4]);
+
+/// A part of the keys that fits a binding.
+pub(super) struct KvRange {
+    /// Blocks of 128 keys.
+    pub(super) blocks: Range<u32>,
+    pub(super) k: Window,
+    pub(super) v: Window,
 }
 
 impl Piece {
@@ -37,10 +53,24 @@ impl Piece {
 }
 
 /// Batch entries, query heads and query rows of a range of workgroups.
-struct Extent {
-    batch: Range<usize>,
-    heads: Range<usize>,
-    rows: Range<usize>,
+pub(super) struct Extent {
+    pub(super) batch: Range<usize>,
+    pub(super) heads: Range<usize>,
+    pub(super) rows: Range<usize>,
+}
+
+impl Extent {
+    /// What is touched of q and out.
+    fn q(&self) -> [Range<usize>; 3] {
+        [self.batch.clone(), self.heads.clone(), self.rows.clone()]
+    }
+
+    /// What is touched of these rows of k and v.
+    fn kv(&self, call: &Forward<'_>, rows: Range<usize>) -> [Range<usize>; 3] {
+        let shape = &call.shape;
+        let batch = if shape.kv_batch == 1 { 0..1 } else { self.batch.clone() };
+        [batch, self.heads.start / shape.group()..(self.heads.end - 1) / shape.group() + 1, rows]
+    }
 }
 
 impl Cutter<'_> {
@@ -57,18 +87,63 @@ impl Cutter<'_> {
         let windows = self.windows(first, end);
         match (self.middle(first, end), windows) {
             (_, Ok(windows)) if work <= Plan::budget(self.profile) || end - first == 1 => {
-                pieces.push(Piece { first, end, work, windows });
+                pieces.push(Piece { first, end, work, windows, ranges: Vec::new() });
                 Ok(())
             }
-            (Some(middle), _) => {
-                self.cut(first, middle, pieces)?;
-                self.cut(middle, end, pieces)
-            }
-            (None, windows) => {
-                pieces.push(Piece { first, end, work, windows: windows? });
-                Ok(())
+            (middle, windows) => {
+                if let (Err(_), Some(piece)) = (&windows, self.ranged(first, end, work)) {
+                    pieces.push(piece);
+                    return Ok(());
+                }
+                match middle {
+                    Some(middle) => {
+                        self.cut(first, middle, pieces)?;
+                        self.cut(middle, end, pieces)
+                    }
+                    None => {
+                        pieces.push(Piece { first, end, work, windows: windows?, ranges: Vec::new() });
+                        Ok(())
+                    }
+                }
             }
         }
+    }
+
+    /// The piece with its keys in ranges, if it is of one head and everything then fits.
+    fn ranged(&self, first: u32, end: u32, work: f64) -> Option<Piece> {
+        if !self.may_range || first / self.tiles != (end - 1) / self.tiles {
+            return None;
+        }
+        let extent = self.extent(first, end);
+        let blocks = self.call.shape.kv_blocks() as u32;
+        let mut length = blocks;
+        while length > 1 {
+            length = length.div_ceil(2);
+            let ranges: Result<Vec<KvRange>> = (0..blocks)
+                .step_by(length as usize)
+                .map(|first| self.range(&extent, first..(first + length).min(blocks)))
+                .collect();
+            let Ok(ranges) = ranges else { continue };
+            let limits = &self.profile.limits;
+            let kept = (ranges.len() * extent.rows.len()) as u64 * 4 * self.call.shape.v_dim.max(2) as u64;
+            let q = self.window(Role::Q, extent.q()).ok()?;
+            let out = self.window(Role::Out, extent.q()).ok()?;
+            let short = work / ranges.len() as f64 <= Plan::budget(self.profile) || end - first == 1;
+            if kept > limits.storage_binding || !short {
+                return None;
+            }
+            let (k, v) = (ranges[0].k.clone(), ranges[0].v.clone());
+            return Some(Piece { first, end, work, windows: [q, k, v, out], ranges });
+        }
+        None
+    }
+
+    fn range(&self, extent: &Extent, blocks: Range<u32>) -> Result<KvRange> {
+        let end = (blocks.end as usize * BLOCK).min(self.call.shape.kv_len);
+        let rows = blocks.start as usize * BLOCK..end;
+        let k = self.window(Role::K, extent.kv(self.call, rows.clone()))?;
+        let v = self.window(Role::V, extent.kv(self.call, rows))?;
+        Ok(KvRange { blocks, k, v })
     }
 
     /// Where to cut: between batch entries, else between heads, else between tiles.
@@ -86,7 +161,7 @@ impl Cutter<'_> {
         None
     }
 
-    fn extent(&self, first: u32, end: u32) -> Extent {
+    pub(super) fn extent(&self, first: u32, end: u32) -> Extent {
         let shape = &self.call.shape;
         let heads = shape.q_heads as u32;
         let (head0, head1) = (first / self.tiles, (end - 1) / self.tiles);
@@ -106,20 +181,18 @@ impl Cutter<'_> {
         Extent { batch, heads, rows }
     }
 
-    fn windows(&self, first: u32, end: u32) -> Result<[(Slot, [u32; 4]); 4]> {
-        let shape = &self.call.shape;
-        let Extent { batch, heads, rows } = self.extent(first, end);
-        let kv_batch = if shape.kv_batch == 1 { 0..1 } else { batch.clone() };
-        let kv_heads = heads.start / shape.group()..(heads.end - 1) / shape.group() + 1;
-        let q = self.window(Role::Q, [batch.clone(), heads.clone(), rows.clone()])?;
-        let k = self.window(Role::K, [kv_batch.clone(), kv_heads.clone(), 0..shape.kv_len])?;
-        let v = self.window(Role::V, [kv_batch, kv_heads, 0..shape.kv_len])?;
-        let out = self.window(Role::Out, [batch, heads, rows])?;
+    fn windows(&self, first: u32, end: u32) -> Result<[Window; 4]> {
+        let extent = self.extent(first, end);
+        let keys = || extent.kv(self.call, 0..self.call.shape.kv_len);
+        let q = self.window(Role::Q, extent.q())?;
+        let k = self.window(Role::K, keys())?;
+        let v = self.window(Role::V, keys())?;
+        let out = self.window(Role::Out, extent.q())?;
         Ok([q, k, v, out])
     }
 
     /// The slot that holds these entries, heads and rows of a tensor, and its view from there.
-    fn window(&self, role: Role, [batch, heads, rows]: [Range<usize>; 3]) -> Result<(Slot, [u32; 4])> {
+    fn window(&self, role: Role, [batch, heads, rows]: [Range<usize>; 3]) -> Result<Window> {
         let operand = self.call.operand(role);
         let layout = &operand.layout;
         let source = Source::Tensor(role);
@@ -144,7 +217,7 @@ impl Cutter<'_> {
                 limit: "maxStorageBufferBindingSize",
                 needed: length,
                 available: limits.storage_binding,
-                remedy: "store heads one after the other ([B, H, L, D]), use a 16-bit type, or attend to parts of the keys and merge by lse".into(),
+                remedy: "store heads one after the other ([B, H, L, D]) or use a 16-bit type".into(),
             });
         }
         Ok((Slot { source, offset, size: length }, view(layout, (offset / size) as u32, self.shared(role))))

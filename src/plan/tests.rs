@@ -39,6 +39,7 @@ fn plan(sizes: &Sizes, profile: &Profile, cache: &Cache, mask: Option<&MaskMod>)
         block_mask: None,
         lse: true,
         max: false,
+        splits: true,
     };
     forward(&call, profile, cache)
 }

@@ -3,7 +3,7 @@
 use std::rc::Rc;
 
 use flexattn::kernels::WGSL_FILES;
-use flexattn::{Cpu, Error, Limits, Profile, Result, Runtime, Tier};
+use flexattn::{Cpu, Error, Limits, Matrices, Profile, Result, Runtime, Tier};
 use js_sys::{Array, JsString, Object, Promise, Reflect};
 use wasm_bindgen::prelude::wasm_bindgen;
 use wasm_bindgen::{JsCast, JsValue};
@@ -212,6 +212,7 @@ async fn adopt(device: GpuDevice, owned: bool, forced: Option<Tier>) -> Result<G
         subgroup_min,
         subgroup_max,
         f16: device.features().has("shader-f16"),
+        matrices: Matrices::default(),
         load_direct: false,
         browser: true,
         software: js::field(&info, "isFallbackAdapter").and_then(|value| value.as_bool()).unwrap_or(false)

@@ -267,6 +267,14 @@ impl Golden {
         self.names("grad_sink")
     }
 
+    /// The same case without its gradients, for running the forward pass alone.
+    #[must_use]
+    pub fn without_gradients(mut self) -> Self {
+        self.metadata.remove("grad");
+        self.metadata.remove("grad_sink");
+        self
+    }
+
     fn names(&self, key: &str) -> Vec<String> {
         let list = self.metadata.get(key).and_then(|text| serde_json::from_str::<Value>(text).ok());
         let names = list.iter().filter_map(Value::as_array).flatten().filter_map(Value::as_str);

@@ -180,7 +180,8 @@ fn coopmatrix() -> Outcome {
         return Outcome::Failed(Counts::default(), "the example does not build".to_owned());
     }
     let program = crate::target_folder().join("release/examples/conformance");
-    all([Program::new(Driver::Mesa26.runner()).arg(program).args(["tests/goldens", "--tier", "coop-matrix"])])
+    let arguments = "tests/goldens --tier coop-matrix --dtype f16 --forward";
+    all([Program::new(Driver::Mesa26.runner()).arg(program).args(arguments.split(' '))])
 }
 
 fn tint() -> Outcome {
