@@ -1,13 +1,14 @@
 //! Runs golden files on every tier of this machine.
 //!
 //! ```text
-//! cargo run --release --example conformance -- DIR [--tier TIER] [--dtype TYPE] [--forward] [--json]
+//! cargo run --release --example conformance -- DIR [--tier TIER] [--dtype TYPE] [--forward] [--every N] [--json]
 //! ```
 //!
 //! Every `*.safetensors` file in DIR, on every tier available here (the Metal kernels in the emulator where
 //! clang is installed), in f32, f16 and bf16: forward, and the gradients that the file stores. One line per case
 //! and tier, then how many of these passed and failed. What a tier cannot do is `skipped`, which is neither. Fails
-//! when a case does. --forward leaves the gradients out, which run the same kernels on every WGSL tier.
+//! when a case does. --forward leaves the gradients out, which run the same kernels on every WGSL tier;
+//! --every N takes one file of N.
 //!
 //! With --json a line per output, and the count on stderr: case, tier, dtype, output, pass (null where skipped, with
 //! the reason as `skipped`), mean_err, max_err, budget.
@@ -24,13 +25,14 @@ use flexattn_testing::conformance::{self, Finding, Verdict};
 use serde_json::json;
 
 const USAGE: &str = "usage: conformance DIR [--tier metal|coop-matrix|subgroup|portable|cpu] \
-                     [--dtype f32|f16|bf16] [--forward] [--json]";
+                     [--dtype f32|f16|bf16] [--forward] [--every N] [--json]";
 
 struct Options {
     dir: PathBuf,
     tier: Option<Tier>,
     dtype: Option<DType>,
     forward: bool,
+    every: usize,
     json: bool,
 }
 
@@ -59,7 +61,8 @@ fn main() -> ExitCode {
 /// Nothing when help was asked for.
 fn options() -> Result<Option<Options>, String> {
     use lexopt::prelude::*;
-    let (mut dir, mut tier, mut dtype, mut forward, mut json) = (None, None, None, false, false);
+    let (mut dir, mut tier, mut dtype, mut forward, mut every, mut json) =
+        (None, None, None, false, 1, false);
     let mut args = lexopt::Parser::from_env();
     while let Some(arg) = args.next().map_err(|e| e.to_string())? {
         match arg {
@@ -74,13 +77,16 @@ fn options() -> Result<Option<Options>, String> {
                 dtype = Some(found.ok_or_else(|| format!("there is no type {name}"))?);
             }
             Long("forward") => forward = true,
+            Long("every") => {
+                every = args.value().and_then(|v| v.parse::<usize>()).map_err(|e| e.to_string())?.max(1);
+            }
             Long("json") => json = true,
             Long("help") | Short('h') => return Ok(None),
             other => return Err(other.unexpected().to_string()),
         }
     }
     let dir = dir.ok_or("DIR is missing: the directory of the golden files, such as tests/goldens")?;
-    Ok(Some(Options { dir, tier, dtype, forward, json }))
+    Ok(Some(Options { dir, tier, dtype, forward, every, json }))
 }
 
 /// Something that runs kernels here.
@@ -163,7 +169,7 @@ fn run(options: &Options) -> Result<bool, String> {
     }
     let (mut passed, mut failed) = (0, 0);
     let mut count = |good: bool| if good { passed += 1 } else { failed += 1 };
-    for file in files {
+    for file in files.into_iter().step_by(options.every) {
         let golden = match Golden::load(&file) {
             Ok(golden) if options.forward => golden.without_gradients(),
             Ok(golden) => golden,

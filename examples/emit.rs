@@ -152,8 +152,10 @@ fn print(wanted: &Wanted) -> Result<(), Failure> {
     let [matrices, subgroup] = [Tier::CoopMatrix, Tier::Subgroup].map(|tier| wanted.tier == tier);
     let chosen = |kernel: &Kernel| match kernel {
         Kernel::Forward => !subgroup && !matrices,
-        Kernel::Dq | Kernel::Dkv => !subgroup,
-        Kernel::ForwardSubgroup | Kernel::DqSubgroup | Kernel::DkvSubgroup => subgroup,
+        Kernel::Dq | Kernel::Dkv | Kernel::DecodeSplit => !subgroup,
+        Kernel::ForwardSubgroup | Kernel::DecodeSubgroup | Kernel::DqSubgroup | Kernel::DkvSubgroup => {
+            subgroup
+        }
         Kernel::ForwardCoop => matrices,
         _ => true,
     };
@@ -179,7 +181,7 @@ fn print(wanted: &Wanted) -> Result<(), Failure> {
 fn pass_of(kernel: Kernel) -> &'static str {
     match kernel.file() {
         "captured" => "captured",
-        "decode" => "decode",
+        "decode" | "decode_subgroup" => "decode",
         _ if kernel.is_backward() => "backward",
         _ => "forward",
     }

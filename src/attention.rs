@@ -2,6 +2,8 @@
 
 mod backward;
 mod per_batch;
+#[cfg(all(feature = "wgpu", not(target_arch = "wasm32")))]
+mod tune;
 mod weights;
 
 #[cfg(feature = "wgpu")]

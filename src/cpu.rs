@@ -165,6 +165,7 @@ impl Cpu {
             | Kernel::ForwardCoop
             | Kernel::Merge
             | Kernel::DecodeSplit
+            | Kernel::DecodeSubgroup
             | Kernel::DecodeCombine) => Err(Error::unsupported(format!(
                 "the Cpu tier has no kernel `{}`; plan for its own profile",
                 kernel.entry()

@@ -9,6 +9,7 @@ pub use device::Held;
 pub use tier::{AdapterReport, Report, Rung};
 
 use crate::cpu::Cpu;
+use crate::kernels::Tuning;
 use crate::runtime::{Binding, Dispatch, Profile, Runtime, Tier, Usage};
 use crate::{Error, Result};
 use std::ops::Range;
@@ -34,7 +35,7 @@ pub struct Gpu(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
-    engine: Engine,
+    engine: Arc<Engine>,
     profile: Profile,
     report: Report,
 }
@@ -268,7 +269,7 @@ impl Gpu {
     async fn over(adapter: &wgpu::Adapter, mut device: device::Device, tier: Option<Tier>) -> Result<Self> {
         let (profile, report) = tier::probe(adapter, &device, tier).await?;
         device.set_language(&profile);
-        Ok(Self(Arc::new(Inner { engine: Engine::Wgpu(Box::new(device)), profile, report })))
+        Ok(Self(Arc::new(Inner { engine: Arc::new(Engine::Wgpu(Box::new(device))), profile, report })))
     }
 
     fn cpu(reason: &str) -> Self {
@@ -282,7 +283,7 @@ impl Gpu {
             })
             .collect();
         let report = Report { adapter: None, tier: Tier::Cpu, rungs };
-        Self(Arc::new(Inner { profile: cpu.profile().clone(), engine: Engine::Cpu(cpu), report }))
+        Self(Arc::new(Inner { profile: cpu.profile().clone(), engine: Arc::new(Engine::Cpu(cpu)), report }))
     }
 
     /// The adapters of this machine, best first.
@@ -290,6 +291,12 @@ impl Gpu {
     pub fn adapters() -> Vec<AdapterReport> {
         let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
         crate::runtime::block_on(adapters(&instance)).iter().map(tier::describe).collect()
+    }
+
+    /// The same machine with other choices of tiles; caches and buffers are shared.
+    pub(crate) fn with_tuning(&self, tuning: Arc<Tuning>) -> Self {
+        let profile = Profile { tuning: Some(tuning), ..self.0.profile.clone() };
+        Self(Arc::new(Inner { engine: self.0.engine.clone(), profile, report: self.0.report.clone() }))
     }
 
     /// The tier in use.
@@ -350,7 +357,7 @@ impl Gpu {
         encoder: &mut wgpu::CommandEncoder,
         dispatches: &[Dispatch<Buffer>],
     ) -> Result<()> {
-        match &self.0.engine {
+        match &*self.0.engine {
             Engine::Wgpu(device) => {
                 let dispatches = dispatches.iter().map(for_wgpu).collect::<Result<Vec<_>>>()?;
                 device.encode(encoder, &dispatches)
@@ -372,7 +379,7 @@ impl Gpu {
     }
 
     fn wgpu(&self) -> Option<&device::Device> {
-        match &self.0.engine {
+        match &*self.0.engine {
             Engine::Wgpu(device) => Some(device),
             Engine::Cpu(_) => None,
         }
@@ -446,14 +453,14 @@ impl Runtime for Gpu {
     }
 
     fn create(&self, label: &str, bytes: u64, usage: Usage) -> Result<Buffer> {
-        Ok(Buffer(match &self.0.engine {
+        Ok(Buffer(match &*self.0.engine {
             Engine::Wgpu(device) => Memory::Wgpu(device.create(label, bytes, usage)?),
             Engine::Cpu(cpu) => Memory::Cpu(cpu.create(label, bytes, usage)?),
         }))
     }
 
     fn size(&self, buffer: &Buffer) -> u64 {
-        match (&buffer.0, &self.0.engine) {
+        match (&buffer.0, &*self.0.engine) {
             (Memory::Wgpu(buffer), _) => buffer.size(),
             (Memory::Cpu(buffer), Engine::Cpu(cpu)) => cpu.size(buffer),
             (Memory::Cpu(_), Engine::Wgpu(_)) => 0,
@@ -461,28 +468,28 @@ impl Runtime for Gpu {
     }
 
     fn write(&self, buffer: &Buffer, offset: u64, bytes: &[u8]) -> Result<()> {
-        match &self.0.engine {
+        match &*self.0.engine {
             Engine::Wgpu(device) => device.write(buffer.on_wgpu()?, offset, bytes),
             Engine::Cpu(cpu) => cpu.write(buffer.on_cpu()?, offset, bytes),
         }
     }
 
     fn constant(&self, key: u128, label: &str, bytes: impl FnOnce() -> Vec<u8>) -> Result<Buffer> {
-        Ok(Buffer(match &self.0.engine {
+        Ok(Buffer(match &*self.0.engine {
             Engine::Wgpu(device) => Memory::Wgpu(device.constant(key, label, bytes)?),
             Engine::Cpu(cpu) => Memory::Cpu(cpu.constant(key, label, bytes)?),
         }))
     }
 
     fn scratch(&self, label: &'static str, bytes: u64) -> Result<Buffer> {
-        Ok(Buffer(match &self.0.engine {
+        Ok(Buffer(match &*self.0.engine {
             Engine::Wgpu(device) => Memory::Wgpu(device.scratch(label, bytes)?),
             Engine::Cpu(cpu) => Memory::Cpu(cpu.scratch(label, bytes)?),
         }))
     }
 
     fn run(&self, dispatches: &[Dispatch<Buffer>]) -> Result<()> {
-        match &self.0.engine {
+        match &*self.0.engine {
             Engine::Wgpu(device) => device.run(&dispatches.iter().map(for_wgpu).collect::<Result<Vec<_>>>()?),
             Engine::Cpu(cpu) => {
                 let own = dispatches
@@ -496,7 +503,7 @@ impl Runtime for Gpu {
 
     /// Outside browsers this waits for the GPU inside the future.
     async fn read(&self, buffer: &Buffer, range: Range<u64>) -> Result<Vec<u8>> {
-        match &self.0.engine {
+        match &*self.0.engine {
             Engine::Wgpu(device) => device.read(buffer.on_wgpu()?, range).await,
             Engine::Cpu(cpu) => cpu.read(buffer.on_cpu()?, range).await,
         }

@@ -12,19 +12,20 @@ mod fill;
 mod msl_table;
 mod params;
 mod table;
+mod tuning;
 
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::expr::Expr;
 use crate::lower::{self, Layout, Mods};
-use crate::runtime::Matrices;
-use crate::{DType, Error, Profile, Result, Tier};
+use crate::{DType, Error, Matrices, Profile, Result, Tier};
 
 pub use files::{MSL_FILES, WGSL_FILES};
 pub use fill::Fill;
 pub use msl_table::{Loader, MSL_TILES, MslRow, MslTile};
 pub use params::{NONE, Params};
 pub use table::{Adapter, TILES, Tile, TileRow};
+pub use tuning::Tuning;
 
 /// A shading language, or a dialect of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -44,7 +45,9 @@ pub enum Kernel {
     Forward,
     /// O, m and l of few query rows over one part of many keys.
     DecodeSplit,
-    /// The parts of [`Kernel::DecodeSplit`] weighed: out, lse and max.
+    /// The same with subgroup operations, for subgroups of 8 lanes and more.
+    DecodeSubgroup,
+    /// The parts of [`Kernel::DecodeSplit`] or [`Kernel::DecodeSubgroup`] weighed: out, lse and max.
     DecodeCombine,
     /// The same with subgroup operations, for subgroups of 8 lanes and more.
     ForwardSubgroup,
@@ -78,6 +81,7 @@ impl Kernel {
     pub const ALL: &[Kernel] = &[
         Kernel::Forward,
         Kernel::DecodeSplit,
+        Kernel::DecodeSubgroup,
         Kernel::DecodeCombine,
         Kernel::ForwardSubgroup,
         Kernel::ForwardCoop,
@@ -98,6 +102,7 @@ impl Kernel {
         match self {
             Kernel::Forward => "forward",
             Kernel::DecodeSplit | Kernel::DecodeCombine => "decode",
+            Kernel::DecodeSubgroup => "decode_subgroup",
             Kernel::ForwardSubgroup => "forward_subgroup",
             Kernel::ForwardCoop => "forward_coop",
             Kernel::Merge => "merge",
@@ -112,6 +117,7 @@ impl Kernel {
     pub const fn entry(self) -> &'static str {
         match self {
             Kernel::Forward => "forward",
+            Kernel::DecodeSubgroup => "split_subgroup",
             Kernel::DecodeSplit => "split",
             Kernel::DecodeCombine => "combine",
             Kernel::ForwardSubgroup => "forward_subgroup",
@@ -136,6 +142,7 @@ impl Kernel {
             | Kernel::ForwardSubgroup
             | Kernel::ForwardCoop
             | Kernel::DecodeSplit
+            | Kernel::DecodeSubgroup
             | Kernel::DecodeCombine
             | Kernel::Merge => false,
             Kernel::Delta
@@ -166,7 +173,11 @@ impl Kernel {
     pub const fn uses_subgroups(self) -> bool {
         matches!(
             self,
-            Kernel::ForwardSubgroup | Kernel::ForwardCoop | Kernel::DqSubgroup | Kernel::DkvSubgroup
+            Kernel::ForwardSubgroup
+                | Kernel::ForwardCoop
+                | Kernel::DecodeSubgroup
+                | Kernel::DqSubgroup
+                | Kernel::DkvSubgroup
         )
     }
 
@@ -345,7 +356,7 @@ impl KernelSpec {
                 [input, input, input, ReadWrite, ReadWrite, Read, Read, Read, Uniform]
             }
             // Split writes partials and combine reads them, so out never meets q, k and v; merge likewise.
-            Kernel::DecodeSplit | Kernel::DecodeCombine | Kernel::Merge => {
+            Kernel::DecodeSplit | Kernel::DecodeSubgroup | Kernel::DecodeCombine | Kernel::Merge => {
                 [Read, Read, Read, ReadWrite, ReadWrite, Read, Read, Read, Uniform]
             }
             Kernel::Delta
@@ -496,6 +507,7 @@ impl KernelSpec {
                 ("INFO", self.layout.info_len() as u32),
                 ("HEAD_DIM", self.head_dim),
                 ("V_DIM", self.v_dim),
+                ("THREADS", self.tile.threads),
                 ("ROWS", self.tile.rows),
                 ("COLUMNS", self.tile.columns),
             ],
@@ -506,7 +518,16 @@ impl KernelSpec {
                 ("THREADS", self.tile.threads),
                 ("CHUNK", 4 * self.tile.chunk),
             ],
-            Kernel::Forward | Kernel::DecodeSplit | Kernel::DecodeCombine => vec![
+            Kernel::Forward => vec![
+                ("INFO", self.layout.info_len() as u32),
+                ("HEAD_DIM", self.head_dim),
+                ("V_DIM", self.v_dim),
+                ("THREADS", self.tile.threads),
+                ("ROWS", self.tile.rows),
+                ("CHUNK", self.tile.chunk),
+                ("V_ROWS", self.tile.v_rows),
+            ],
+            Kernel::DecodeSplit | Kernel::DecodeCombine => vec![
                 ("INFO", self.layout.info_len() as u32),
                 ("HEAD_DIM", self.head_dim),
                 ("V_DIM", self.v_dim),
@@ -517,7 +538,7 @@ impl KernelSpec {
             Kernel::Delta | Kernel::Dsink | Kernel::Merge => {
                 vec![("INFO", self.layout.info_len() as u32), ("V_DIM", self.v_dim)]
             }
-            Kernel::DqSubgroup | Kernel::DkvSubgroup => vec![
+            Kernel::DecodeSubgroup | Kernel::DqSubgroup | Kernel::DkvSubgroup => vec![
                 ("INFO", self.layout.info_len() as u32),
                 ("HEAD_DIM", self.head_dim),
                 ("V_DIM", self.v_dim),

@@ -289,9 +289,9 @@ pub fn forward(call: &Forward<'_>, profile: &Profile, cache: &Cache) -> Result<P
     let work = lists.pairs(shape) * (shape.head_dim + shape.v_dim) as f64;
 
     if decode::applies(call, profile) {
-        let [split, combine] = decode::KERNELS;
+        let [split, combine] = decode::kernels(call, profile);
         let split = cache.spec(call, Some(&mods), split, profile)?;
-        let parts = decode::parts(call, profile, split.tile_q());
+        let parts = decode::parts(call, profile, &split);
         if let Some(piece) = decode::whole(call, profile, &parts, work) {
             let combine = cache.spec(call, None, combine, profile)?;
             let launches = decode::Launches { profile, parts, piece, base, info: &info, slots: last };
@@ -510,12 +510,17 @@ impl Cache {
         let (score, mask) = (call.score.filter(|_| mods.is_some()), call.mask.filter(|_| mods.is_some()));
         // On the CPU behind a GPU interface, unpacking words beats 16-bit loads (measured: 1.6x).
         let native = profile.f16 && call.dtype == DType::F16 && aligned && !profile.software;
+        let mut tile = Tile::choose(kernel, call.dtype, dims[0], dims[1], profile)?;
+        if kernel == Kernel::DecodeSubgroup {
+            // No more packed rows than there are.
+            tile.rows = tile.rows.min((call.shape.group() * call.shape.q_len).next_power_of_two() as u32);
+        }
         let key = SpecKey {
             kernel,
             dtype: call.dtype,
             f16: if native { F16::Native } else { F16::Packed },
             dims,
-            tile: Tile::choose(kernel, call.dtype, dims[0], dims[1], profile)?,
+            tile,
             metal: (profile.tier == Tier::Metal).then_some(if profile.load_direct {
                 Loader::Direct
             } else {

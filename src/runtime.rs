@@ -7,7 +7,7 @@
 
 use crate::error::{Error, Result};
 use crate::expr::DeviceHandle;
-use crate::kernels::KernelSpec;
+use crate::kernels::{KernelSpec, Tuning};
 use crate::shape::DType;
 use std::fmt;
 use std::future::Future;
@@ -84,11 +84,29 @@ pub struct Profile {
     pub browser: bool,
     /// Runs on the CPU behind a GPU interface (lavapipe, SwiftShader): slow, so submits are cut finer.
     pub software: bool,
+    /// Tiles to take instead of the table's own choice, from `Gpu::tune`.
+    pub tuning: Option<Arc<Tuning>>,
     /// What the device allows.
     pub limits: Limits,
 }
 
 impl Profile {
+    /// Whether the kernels with subgroup operations run right where subgroups have at least `min` lanes:
+    /// their clusters are of eight. Larger ones, of whatever size, make no difference.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`] below 8, and for the 0 of an adapter that does not tell.
+    pub fn subgroups_suit(min: u32) -> Result<()> {
+        match min {
+            0 => Err(Error::unsupported("the adapter does not tell how small its subgroups are")),
+            1..8 => Err(Error::unsupported(format!(
+                "subgroups may be as small as {min} lanes; the kernels need 8"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
     /// The floor that every WebGPU implementation has, on this tier.
     pub fn floor(tier: Tier) -> Self {
         let subgroup = match tier {
@@ -109,6 +127,7 @@ impl Profile {
             load_direct: false,
             browser: false,
             software: false,
+            tuning: None,
             limits: Limits::default(),
         }
     }

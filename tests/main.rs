@@ -11,5 +11,7 @@ mod expr;
 #[cfg(feature = "wgpu")]
 mod gpu;
 mod kernels;
+#[cfg(feature = "wgpu")]
+mod launch;
 mod masks;
 mod metal;

@@ -8,6 +8,7 @@
 // tx + 8 j of S, vec4 tx + 8 c of the output's rows.
 
 //#include common.wgsl
+//#include lookup.wgsl
 //#include mods.wgsl
 
 const HEAD_DIM: u32 = 64u;
@@ -19,16 +20,12 @@ const V_ROWS: u32 = 16u;    // rows of v that are staged at once, a multiple of 
 const COLUMNS: u32 = 4u;
 const TILE_Q: u32 = 8u * ROWS;
 const TILE_KV: u32 = 8u * COLUMNS;
-const BLOCK: u32 = 128u;
 const HEAD_QUADS: u32 = (HEAD_DIM + 3u) / 4u;
 const V_QUADS: u32 = (V_DIM + 3u) / 4u;
 const OUT: u32 = (V_QUADS + 7u) / 8u;      // vec4 of an output row in one invocation
 const V_STRIDE: u32 = 8u * OUT;
 const STRIDE: u32 = CHUNK | 1u;            // odd, so that rows start in different banks
 const P_STRIDE: u32 = 9u;
-const EMPTY: u32 = 0u;
-const PARTIAL: u32 = 1u;
-const FULL: u32 = 2u;
 
 @group(0) @binding(0) var<storage, read> q: array<Word>;                 // [B, Hq, L, D], L at most 32
 @group(0) @binding(1) var<storage, read> k: array<Word>;                 // [Bkv, Hkv, S, D]
@@ -51,32 +48,9 @@ var<workgroup> reduced: array<f32, TILE_Q * 8u>;           // one value per row 
 fn partial_of(row: u32, part: u32) -> u32 { return row * p.splits + part; }
 fn partial_stats() -> u32 { return p.batch * p.q_heads * p.q_len * p.splits * V_DIM; }
 
-// The kind of the tile of 32 keys from `kv` on, for rows before 32: from the list of (b, h).
+// The kind of the tile of 32 keys from `kv` on.
 fn kind_of(b: u32, h: u32, kv: u32) -> u32 {
-  let header = p.lists + 4u * (((b % p.mask_batch) * p.mask_heads + h % p.mask_heads) * p.q_blocks);
-  let block = kv / BLOCK;
-  // The first run that ends after the block, then the first partial block not before it.
-  var first = tables[header];
-  var end = tables[header + 1u];
-  let runs = end;
-  while (first < end) {
-    let middle = first + (end - first) / 4u * 2u;
-    if (tables[middle + 1u] <= block) { first = middle + 2u; } else { end = middle; }
-  }
-  if (first < runs) {
-    if (tables[first] <= block) { return FULL; }
-  }
-  first = tables[header + 2u];
-  end = tables[header + 3u];
-  let partial_end = end;
-  while (first < end) {
-    let middle = first + (end - first) / 4u * 2u;
-    if (tables[middle] < block) { first = middle + 2u; } else { end = middle; }
-  }
-  if (first < partial_end) {
-    if (tables[first] == block) { return (tables[first + 1u] >> (2u * (kv % BLOCK / 32u))) & 3u; }
-  }
-  return EMPTY;
+  return (kinds_of(b, h, kv / BLOCK) >> (2u * (kv % BLOCK / TILE_KV))) & 3u;
 }
 
 // Stages chunk `chunk` of the packed rows from `row`: row n is row n % q_len of head n / q_len.

@@ -13,10 +13,11 @@
 
 const HEAD_DIM: u32 = 64u;
 const V_DIM: u32 = 64u;
+const THREADS: u32 = 64u;
 const ROWS: u32 = 4u;       // query rows of a cluster
 const COLUMNS: u32 = 4u;    // columns of a lane: 2 or 4
 
-const TILE_Q: u32 = 8u * ROWS;
+const TILE_Q: u32 = THREADS / 8u * ROWS;
 const TILE_KV: u32 = 8u * COLUMNS;
 const HEAD_QUADS: u32 = (HEAD_DIM + 3u) / 4u;
 const V_QUADS: u32 = (V_DIM + 3u) / 4u;
@@ -46,7 +47,7 @@ fn cluster_sum(x: f32) -> f32 {
   return b + subgroupShuffleXor(b, 4u);
 }
 
-@compute @workgroup_size(64)
+@compute @workgroup_size(THREADS)
 fn forward_subgroup(
   @builtin(workgroup_id) workgroup: vec3<u32>,
   @builtin(local_invocation_index) local: u32,

@@ -14,7 +14,7 @@ const V_QUADS: u32 = (V_DIM + 3u) / 4u;
 @group(0) @binding(2) var<storage, read> v: array<Word>;              // nothing
 @group(0) @binding(3) var<storage, read_write> out: array<OutWord>;   // [B, Hq, L, Dv]
 @group(0) @binding(4) var<storage, read_write> stats: array<f32>;     // lse [B, Hq, L] | max [B, Hq, L]
-@group(0) @binding(7) var<storage, read> parts: array<f32>;           // lse of each range [ranges, rows] | max
+@group(0) @binding(7) var<storage, read> parts: array<f32>;           // from the first row on: lse of each range [ranges, rows] | max
 
 //@slot load
 //#include load_f32.wgsl
@@ -31,17 +31,17 @@ fn merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_
 
   var m = FLOOR;
   for (var part = 0u; part < p.splits; part += 1u) {
-    let lse = parts[part * rows + n];
+    let lse = parts[row + part * rows];
     if (!is_minus_infinity(lse)) { m = max(m, lse); }
   }
   var sum = 0.0;
   var row_max = minus_infinity();
   for (var part = 0u; part < p.splits; part += 1u) {
-    let lse = parts[part * rows + n];
+    let lse = parts[row + part * rows];
     if (!is_minus_infinity(lse)) {
       sum += exp(lse - m);
       if (p.max_at != NONE) {
-        let other = parts[(p.splits + part) * rows + n];
+        let other = parts[row + (p.splits + part) * rows];
         row_max = select(max(row_max, other), other, is_minus_infinity(row_max));
       }
     }
@@ -57,7 +57,7 @@ fn merge(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_
   for (var quad = local; quad < V_QUADS; quad += 64u) {
     var value = vec4<f32>(0.0);
     for (var part = 0u; part < p.splits; part += 1u) {
-      let lse_part = parts[part * rows + n];
+      let lse_part = parts[row + part * rows];
       if (!is_minus_infinity(lse_part)) {
         let at = (part * rows + n) * V_DIM + 4u * quad;
         value += exp(lse_part - m) * widen(load_q(at, V_DIM - 4u * quad));

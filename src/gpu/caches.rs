@@ -4,12 +4,14 @@
 use super::device::{Buffer, lock};
 use std::collections::HashMap;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bind groups by what they bind. An entry leaves when any of its buffers is dropped, so the cache
 /// never keeps a user's tensor alive.
 #[derive(Debug, Default)]
 pub(super) struct BindGroups {
     groups: Mutex<HashMap<GroupKey, wgpu::BindGroup>>,
+    made: AtomicU64,
 }
 
 /// What a bind group binds: the pipeline's layout, then (buffer, offset, size) of each entry.
@@ -31,6 +33,7 @@ impl BindGroups {
             groups.clear();
         }
         let group = make();
+        self.made.fetch_add(1, Ordering::Relaxed);
         groups.insert(key, group.clone());
         group
     }
@@ -42,6 +45,10 @@ impl BindGroups {
 
     pub(super) fn len(&self) -> usize {
         lock(&self.groups).len()
+    }
+
+    pub(super) fn made(&self) -> u64 {
+        self.made.load(Ordering::Relaxed)
     }
 }
 

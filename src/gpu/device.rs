@@ -63,7 +63,10 @@ struct Pipeline {
     label: String,
 }
 
-/// What the caches hold, for tests and reports.
+/// Pipelines by the address of the kernel.
+type Recent = HashMap<usize, (Arc<KernelSpec>, Arc<Pipeline>)>;
+
+/// What the caches hold and how much was made, for tests and reports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Held {
@@ -77,6 +80,12 @@ pub struct Held {
     pub constant_bytes: u64,
     /// Bytes of scratch.
     pub scratch_bytes: u64,
+    /// Buffers made so far, adopted ones included.
+    pub buffers_made: u64,
+    /// Bind groups made so far.
+    pub bind_groups_made: u64,
+    /// Submits of calls so far.
+    pub submits: u64,
 }
 
 #[derive(Debug)]
@@ -92,6 +101,8 @@ pub(super) struct Device {
     lost: Arc<OnceLock<String>>,
     layouts: Mutex<HashMap<Vec<BindingKind>, Arc<Layouts>>>,
     pipelines: Mutex<HashMap<u128, Arc<Pipeline>>>,
+    recent: Mutex<Recent>,
+    submits: AtomicU64,
     built: AtomicU64,
     buffers: AtomicU64,
     groups: Arc<BindGroups>,
@@ -104,6 +115,9 @@ pub(super) struct Device {
 impl Device {
     /// Compiled variants kept at most; a program that makes masks forever starts over there.
     const MAX_PIPELINES: usize = 1024;
+
+    /// Kernels known by address at most.
+    const MAX_RECENT: usize = 64;
 
     /// Takes over a device. An `own` one also gets a handler for errors outside every scope, which
     /// would otherwise panic; an adopted one keeps its owner's.
@@ -132,6 +146,8 @@ impl Device {
             lost,
             layouts: Mutex::default(),
             pipelines: Mutex::default(),
+            recent: Mutex::default(),
+            submits: AtomicU64::new(0),
             built: AtomicU64::new(0),
             buffers: AtomicU64::new(0),
             groups: Arc::default(),
@@ -176,6 +192,9 @@ impl Device {
             constants: constants.len(),
             constant_bytes: constants.bytes(),
             scratch_bytes,
+            buffers_made: self.buffers.load(Ordering::Relaxed),
+            bind_groups_made: self.groups.made(),
+            submits: self.submits.load(Ordering::Relaxed),
         }
     }
 
@@ -375,7 +394,24 @@ impl Device {
         made
     }
 
-    fn pipeline(&self, spec: &KernelSpec) -> Result<Arc<Pipeline>> {
+    /// The pipeline of a kernel. A kernel that was met before is known by its address, so that later calls
+    /// neither spell nor hash what it is.
+    fn pipeline(&self, spec: &Arc<KernelSpec>) -> Result<Arc<Pipeline>> {
+        let address = Arc::as_ptr(spec) as usize;
+        if let Some((_, found)) = lock(&self.recent).get(&address) {
+            return Ok(found.clone());
+        }
+        let pipeline = self.pipeline_by_key(spec)?;
+        let mut recent = lock(&self.recent);
+        if recent.len() >= Self::MAX_RECENT {
+            recent.clear();
+        }
+        // The kernel is held along, so that its address is not given to another.
+        recent.insert(address, (spec.clone(), pipeline.clone()));
+        Ok(pipeline)
+    }
+
+    fn pipeline_by_key(&self, spec: &KernelSpec) -> Result<Arc<Pipeline>> {
         let key = spec.key();
         // Held while compiling: a second thread that wants the same kernel waits for it.
         let mut pipelines = lock(&self.pipelines);
@@ -570,6 +606,7 @@ impl Device {
             encoder.resolve_query_set(set, 0..2, resolved, 0);
         }
         let (submission, error) = self.scoped(|| self.queue.submit([encoder.finish()]));
+        self.submits.fetch_add(1, Ordering::Relaxed);
         if error.is_none() {
             self.check_taken(submission)?;
         }

@@ -189,6 +189,7 @@ pub(super) async fn probe(
         subgroup_max,
         f16: device.device().features().contains(wgpu::Features::SHADER_F16),
         matrices: matrices.unwrap_or_default(),
+        tuning: None,
         load_direct: family.is_some_and(|family| family >= 9),
         browser: adapter.get_info().backend == wgpu::Backend::BrowserWebGpu,
         software: described.software,
@@ -297,9 +298,7 @@ async fn subgroup(described: &AdapterReport, device: &Device) -> Verdict {
     }
     has_file(WGSL_FILES, "forward_subgroup.wgsl")?;
     let (min, _) = described.subgroup;
-    if min < 8 {
-        return Err(format!("subgroups may be as small as {min} lanes; the kernels need 8"));
-    }
+    Profile::subgroups_suit(min).map_err(|error| error.to_string())?;
     let descriptor = wgpu::ShaderModuleDescriptor {
         label: Some("flexattn probe"),
         source: wgpu::ShaderSource::Wgsl(include_str!("probe.wgsl").into()),

@@ -84,6 +84,12 @@ const fn decode(kernel: Kernel, element: u32, dims: [u32; 2], chunk: u32, v_rows
     TileRow { kernel, adapter: Adapter::Any, element, head_dim: dims[0], v_dim: dims[1], tile }
 }
 
+/// The same with twice the invocations, for devices that have many: what `Gpu::tune` tries beside the
+/// default.
+const fn wide(row: TileRow) -> TileRow {
+    TileRow { tile: Tile { threads: 128, ..row.tile }, ..row }
+}
+
 /// The rows of a kernel that stages nothing.
 const fn unstaged(
     kernel: Kernel,
@@ -148,6 +154,9 @@ pub const TILES: &[TileRow] = &[
     forward(Adapter::Any, 2, [ANY, 128], 4, 16, 16),
     forward(Adapter::Any, 2, [ANY, 256], 4, 16, 8),
     forward(Adapter::Any, 2, [ANY, 512], 2, 16, 8),
+    wide(forward(Adapter::Any, 4, [64, 64], 4, 8, 16)),
+    wide(forward(Adapter::Any, 2, [64, 64], 4, 16, 32)),
+    wide(forward(Adapter::Any, 2, [128, 128], 4, 16, 16)),
     decode(Kernel::DecodeSplit, 4, [32, 64], 8, 16),
     decode(Kernel::DecodeSplit, 4, [ANY, 64], 16, 32),
     decode(Kernel::DecodeSplit, 4, [ANY, 128], 16, 16),
@@ -158,6 +167,12 @@ pub const TILES: &[TileRow] = &[
     decode(Kernel::DecodeSplit, 2, [ANY, 128], 32, 32),
     decode(Kernel::DecodeSplit, 2, [ANY, 256], 32, 16),
     decode(Kernel::DecodeSplit, 2, [ANY, 512], 32, 8),
+    unstaged(Kernel::DecodeSubgroup, Adapter::Software, 4, [64, 64], 8, 4),
+    unstaged(Kernel::DecodeSubgroup, Adapter::Software, 2, [64, 64], 8, 4),
+    unstaged(Kernel::DecodeSubgroup, Adapter::Any, 4, [128, 128], 4, 4),
+    unstaged(Kernel::DecodeSubgroup, Adapter::Any, 2, [128, 128], 4, 4),
+    unstaged(Kernel::DecodeSubgroup, Adapter::Any, 4, [256, 256], 2, 4),
+    unstaged(Kernel::DecodeSubgroup, Adapter::Any, 2, [256, 256], 2, 4),
     decode(Kernel::DecodeCombine, 4, [32, 64], 8, 16),
     decode(Kernel::DecodeCombine, 4, [ANY, 64], 16, 32),
     decode(Kernel::DecodeCombine, 4, [ANY, 128], 16, 16),
@@ -173,6 +188,10 @@ pub const TILES: &[TileRow] = &[
     unstaged(Kernel::ForwardSubgroup, Adapter::Any, 4, [128, 128], 4, 4),
     unstaged(Kernel::ForwardSubgroup, Adapter::Any, 2, [128, 128], 4, 4),
     unstaged(Kernel::ForwardSubgroup, Adapter::Any, 4, [256, 256], 2, 4),
+    wide(unstaged(Kernel::ForwardSubgroup, Adapter::Any, 4, [128, 128], 4, 4)),
+    unstaged(Kernel::ForwardSubgroup, Adapter::Any, 4, [128, 128], 4, 2),
+    wide(unstaged(Kernel::ForwardSubgroup, Adapter::Any, 2, [128, 128], 4, 4)),
+    unstaged(Kernel::ForwardSubgroup, Adapter::Any, 2, [128, 128], 4, 2),
     unstaged(Kernel::ForwardSubgroup, Adapter::Any, 2, [256, 256], 2, 4),
     matrices(Adapter::Software, 2, 64, 8, 16),
     matrices(Adapter::Software, 2, 256, 8, 32),
@@ -231,8 +250,37 @@ pub const TILES: &[TileRow] = &[
     gradient(Kernel::CapturedScatter, 2, 1024, 16, 2),
 ];
 
+impl TileRow {
+    fn suits(&self, kernel: Kernel, dtype: DType, profile: &Profile) -> bool {
+        self.kernel == kernel
+            && self.element == dtype.size() as u32
+            && (self.adapter == Adapter::Any || profile.software)
+            && self.tile.threads <= profile.limits.invocations
+            && (!kernel.uses_matrices() || self.tile.rows == profile.matrices.edge(dtype))
+    }
+}
+
 impl Tile {
-    /// The first tile of the table for this kernel, element type and dims that the adapter has the
+    /// The tiles of the table for this kernel, element type and dims that the adapter has the workgroup
+    /// memory and the invocations for, best first as far as is known without trying.
+    pub fn candidates(
+        kernel: Kernel,
+        dtype: DType,
+        head_dim: u32,
+        v_dim: u32,
+        profile: &Profile,
+    ) -> impl Iterator<Item = Tile> + Clone {
+        TILES
+            .iter()
+            .filter(move |row| row.suits(kernel, dtype, profile))
+            .filter(move |row| head_dim <= row.head_dim && v_dim <= row.v_dim)
+            .map(|row| row.tile)
+            .filter(move |tile| {
+                tile.workgroup_memory(kernel, dtype, v_dim) <= profile.limits.workgroup_memory
+            })
+    }
+
+    /// What `Gpu::tune` found, or the first tile of the table for this kernel, element type and dims that the adapter has the
     /// workgroup memory for.
     ///
     /// # Errors
@@ -246,18 +294,16 @@ impl Tile {
         v_dim: u32,
         profile: &Profile,
     ) -> Result<Self> {
-        let rows = TILES.iter().filter(|row| {
-            row.kernel == kernel
-                && row.element == dtype.size() as u32
-                && (row.adapter == Adapter::Any || profile.software)
-                && (!kernel.uses_matrices() || row.tile.rows == profile.matrices.edge(dtype))
-        });
+        let tuned = profile.tuning.as_ref().and_then(|tuning| tuning.get(kernel, dtype, head_dim.max(v_dim)));
+        let mut candidates = Self::candidates(kernel, dtype, head_dim, v_dim, profile);
+        let found = candidates.clone().find(|tile| tuned.is_none_or(|tuned| tuned == *tile));
+        if let Some(tile) = found.or_else(|| candidates.next()) {
+            return Ok(tile);
+        }
+        let available = profile.limits.workgroup_memory;
+        let rows = TILES.iter().filter(|row| row.suits(kernel, dtype, profile));
         let fitting = || rows.clone().filter(|row| head_dim <= row.head_dim && v_dim <= row.v_dim);
         let memory = |row: &TileRow| row.tile.workgroup_memory(kernel, dtype, v_dim);
-        let available = profile.limits.workgroup_memory;
-        if let Some(row) = fitting().find(|row| memory(row) <= available) {
-            return Ok(row.tile);
-        }
         match fitting().map(memory).min() {
             Some(needed) => Err(Error::Limit {
                 what: format!("the {} kernel at v_dim {v_dim}", kernel.entry()),
@@ -279,6 +325,7 @@ impl Tile {
     pub const fn tile_q(&self, kernel: Kernel) -> u32 {
         match kernel {
             Kernel::ForwardCoop => 32,
+            Kernel::DecodeSubgroup => self.rows,
             _ => self.threads / 8 * self.rows,
         }
     }
@@ -295,7 +342,11 @@ impl Tile {
                 let reduced = self.tile_q(kernel) * 8 * 4;
                 (q + kv) * 4 * dtype.size() as u32 + weights + reduced
             }
-            Kernel::ForwardSubgroup | Kernel::DqSubgroup | Kernel::DkvSubgroup | Kernel::Merge => 0,
+            Kernel::ForwardSubgroup
+            | Kernel::DecodeSubgroup
+            | Kernel::DqSubgroup
+            | Kernel::DkvSubgroup
+            | Kernel::Merge => 0,
             // A chunk, P, S and one flag a strip.
             Kernel::ForwardCoop => {
                 let operands = 32 * (4 * self.chunk + self.rows) + 32 * (32 + self.rows);

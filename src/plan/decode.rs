@@ -4,16 +4,18 @@
 use super::split::{Cutter, Piece};
 use super::{Forward, Pass, Role, Scratch, Slot, Source, fold};
 use crate::error::Result;
-use crate::kernels::{Kernel, KernelSpec, Params};
+use crate::kernels::{Kernel, KernelSpec, Params, Tile};
 use crate::runtime::{Profile, Tier};
 use std::sync::Arc;
 
 /// How a call is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Parts {
-    /// Parts of the keys.
+    /// Parts that are left.
     pub(super) splits: u32,
-    /// Keys of a part, a multiple of 128.
+    /// Workgroups that share the keys of a tile.
+    pub(super) workgroups: u32,
+    /// Keys of a workgroup, a multiple of 128.
     pub(super) split_len: u32,
     /// Tiles of the packed query rows of a kv head.
     pub(super) tiles: u32,
@@ -34,20 +36,25 @@ pub(super) fn applies(call: &Forward<'_>, profile: &Profile) -> bool {
         && shape.batch > 0
 }
 
-/// Cuts the call; `tile_q` is how many packed rows a workgroup takes.
-pub(super) fn parts(call: &Forward<'_>, profile: &Profile, tile_q: u32) -> Parts {
+/// Cuts the call for the kernel that attends to the parts.
+pub(super) fn parts(call: &Forward<'_>, profile: &Profile, split: &KernelSpec) -> Parts {
     let shape = &call.shape;
-    let tiles = ((shape.group() * shape.q_len) as u32).div_ceil(tile_q);
+    let tiles = ((shape.group() * shape.q_len) as u32).div_ceil(split.tile_q());
+    // Each cluster of a workgroup leaves a part of its own, and they take 32 keys each in turn.
+    let (clusters, step) = match split.kernel {
+        Kernel::DecodeSubgroup => (split.tile.threads / 8, split.tile.threads / 8 * 32),
+        _ => (1, 128),
+    };
     let alone = (shape.batch * shape.kv_heads) as u64 * u64::from(tiles);
     let longest = call.kv_len.iter().copied().max().unwrap_or(0).max(1);
     // Enough workgroups to fill the machine; a part has 256 keys at least, or combining costs more.
     let wanted: u64 = if profile.software { 16 } else { 256 };
     let most = u64::from(longest.div_ceil(256)).min(128);
     let splits = (wanted / alone.max(1)).clamp(1, most) as u32;
-    let split_len = longest.div_ceil(splits).next_multiple_of(128);
-    let splits = longest.div_ceil(split_len);
+    let split_len = longest.div_ceil(splits).next_multiple_of(step);
+    let splits = longest.div_ceil(split_len) * clusters;
     let bytes = 4 * shape.rows() as u64 * u64::from(splits) * (shape.v_dim as u64 + 2);
-    Parts { splits, split_len, tiles, bytes }
+    Parts { splits, workgroups: splits / clusters, split_len, tiles, bytes }
 }
 
 /// The launches over one piece that is the whole call; none when the tensors need several windows,
@@ -79,7 +86,7 @@ impl Launches<'_> {
         split: Arc<KernelSpec>,
         combine: Arc<KernelSpec>,
     ) -> Result<(Vec<Pass>, Scratch)> {
-        let Parts { splits, split_len, tiles, bytes } = self.parts;
+        let Parts { splits, workgroups, split_len, tiles, bytes } = self.parts;
         self.base.splits = splits;
         self.base.split_len = split_len;
         let [q, k, v, out] = [Role::Q, Role::K, Role::V, Role::Out].map(|role| self.piece.window(role));
@@ -89,7 +96,7 @@ impl Launches<'_> {
         let [stats, tables, captures, large] = self.slots.clone();
         let unread = || Slot::whole(Source::Unread);
         let unwritten = Slot::whole(Source::Unwritten);
-        let split_groups = splits * tiles * self.base.kv_heads * self.base.batch;
+        let split_groups = workgroups * tiles * self.base.kv_heads * self.base.batch;
         let rows = self.base.batch * self.base.q_heads * self.base.q_len;
         let passes = vec![
             self.pass(
@@ -117,5 +124,13 @@ impl Launches<'_> {
     }
 }
 
-/// The kernels, in order.
-pub(super) const KERNELS: [Kernel; 2] = [Kernel::DecodeSplit, Kernel::DecodeCombine];
+/// The kernels of a tier, in order.
+pub(super) fn kernels(call: &Forward<'_>, profile: &Profile) -> [Kernel; 2] {
+    let dims = [call.shape.head_dim, call.shape.v_dim].map(|dim| dim as u32);
+    let fits = Tile::choose(Kernel::DecodeSubgroup, call.dtype, dims[0], dims[1], profile).is_ok();
+    let split = match profile.tier {
+        Tier::Subgroup | Tier::CoopMatrix if fits => Kernel::DecodeSubgroup,
+        Tier::Metal | Tier::CoopMatrix | Tier::Subgroup | Tier::Portable | Tier::Cpu => Kernel::DecodeSplit,
+    };
+    [split, Kernel::DecodeCombine]
+}

@@ -85,6 +85,17 @@ impl Lists {
         Self { words: words.into(), key: hash.digest128(), lists: 0, ..*self }
     }
 
+    /// The runs and the partial blocks of a block row.
+    #[cfg(test)]
+    pub(super) fn row(&self, row: u32) -> (Vec<[u32; 2]>, Vec<[u32; 2]>) {
+        let at = (self.lists + 4 * row) as usize;
+        let pairs = |first: u32, end: u32| {
+            self.words[first as usize..end as usize].chunks(2).map(|pair| [pair[0], pair[1]]).collect()
+        };
+        let header = &self.words[at..at + 4];
+        (pairs(header[0], header[1]), pairs(header[2], header[3]))
+    }
+
     fn of(mask: &BlockMask, key: u128) -> Result<Self> {
         let tables = mask.tables(0)?;
         let (full, partial) = mask.rows().blocks();
@@ -145,6 +156,11 @@ pub(super) struct Cache {
 impl Cache {
     const MAX_ENTRIES: usize = 16;
     const MAX_WORDS: usize = 32 << 20;
+
+    #[cfg(test)]
+    pub(super) fn any(&self) -> Option<Arc<Lists>> {
+        self.built.first().map(|(_, lists, _)| lists.clone())
+    }
 
     pub(super) fn len(&self) -> usize {
         self.built.len() + self.given.len()

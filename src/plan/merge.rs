@@ -51,7 +51,7 @@ impl Merge<'_> {
         let size = self.call.dtype.size() as u64;
         let bytes = [
             (u64::from(ranges) * u64::from(rows) * u64::from(v_dim) * size).next_multiple_of(4),
-            u64::from(ranges) * u64::from(rows) * 8,
+            4 * (u64::from(first_row) + 2 * u64::from(ranges) * u64::from(rows)),
         ];
         self.bytes = [self.bytes[0].max(bytes[0]), self.bytes[1].max(bytes[1])];
         let [partial, partial_stats] =
@@ -71,11 +71,11 @@ impl Merge<'_> {
                     made
                 }
             };
-            // Rows are counted over the whole call, in wrapping u32; the parts begin with the piece.
+            // Rows are counted over the whole call. The results begin with the piece, by a view in wrapping
+            // u32; their statistics where the call's own would, as no offset may come out as NONE.
             let before = n * rows;
-            let lse_at = before.wrapping_sub(first_row);
-            let wanted_max = self.base.max_at != NONE;
-            let max_at = if wanted_max { lse_at.wrapping_add(ranges * rows) } else { NONE };
+            let lse_at = before;
+            let max_at = if self.base.max_at == NONE { NONE } else { (ranges + n) * rows };
             let (q, q_view) = piece.window(Role::Q);
             let out = [before.wrapping_sub(extent.rows.start as u32).wrapping_mul(v_dim), 0, 0, v_dim];
             let params = Params {

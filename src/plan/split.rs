@@ -125,7 +125,8 @@ impl Cutter<'_> {
                 .collect();
             let Ok(ranges) = ranges else { continue };
             let limits = &self.profile.limits;
-            let kept = (ranges.len() * extent.rows.len()) as u64 * 4 * self.call.shape.v_dim.max(2) as u64;
+            let kept = (ranges.len() * extent.rows.len()) as u64 * 4 * self.call.shape.v_dim.max(2) as u64
+                + 4 * self.call.shape.rows() as u64;
             let q = self.window(Role::Q, extent.q()).ok()?;
             let out = self.window(Role::Out, extent.q()).ok()?;
             let short = work / ranges.len() as f64 <= Plan::budget(self.profile) || end - first == 1;

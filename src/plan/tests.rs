@@ -114,9 +114,54 @@ fn bindings_stay_within_the_limit_and_views_find_their_elements() {
 }
 
 #[test]
-fn a_head_longer_than_a_binding_is_refused_with_the_limit() {
-    let sizes = Sizes { batch: 1, heads: [1, 1], lengths: [1, 1000], dim: 16 };
+fn keys_longer_than_a_binding_are_cut_into_ranges() {
+    let sizes = Sizes { batch: 1, heads: [2, 1], lengths: [70, 1000], dim: 16 };
     let limits = Limits { storage_binding: 40_000, ..Limits::default() };
+    let profile = Profile { limits, ..Profile::floor(Tier::Portable) };
+    let plan = plan(&sizes, &profile, &Cache::default(), Some(&masks::causal())).unwrap();
+    // Two heads, each of two ranges and the merge.
+    let kernels: Vec<Kernel> = plan.passes.iter().map(|pass| pass.spec.kernel).collect();
+    assert_eq!(kernels, [[Kernel::Forward, Kernel::Forward, Kernel::Merge]; 2].concat());
+    for pass in &plan.passes {
+        assert!(pass.slots.iter().all(|slot| slot.size <= 40_000 && slot.offset % 256 == 0));
+    }
+    let views = [&plan.passes[0], &plan.passes[1]].map(|pass| {
+        let params = params(pass);
+        // The last key of the range, in its window.
+        [511u32, 999].map(|kv| u64::from(params.k[0].wrapping_add(kv.wrapping_mul(params.k[3]))) * 4 + 64)
+    });
+    assert!(views[0][0] <= plan.passes[0].slots[1].size && views[1][1] <= plan.passes[1].slots[1].size);
+    assert_ne!(params(&plan.passes[0]).kv_len_at, NONE);
+    assert_eq!(params(&plan.passes[5]).first_group, 70, "rows are counted over all heads");
+}
+
+#[test]
+fn lists_within_ranges_hold_every_block_once() {
+    let sizes = Sizes { batch: 1, heads: [1, 1], lengths: [700, 700], dim: 16 };
+    let cache = Cache::default();
+    let mask = masks::causal() & MaskMod::new(|i| (i.q() - i.kv()).lt(300));
+    plan(&sizes, &Profile::floor(Tier::Portable), &cache, Some(&mask)).unwrap();
+    let whole = lock(&cache.lists).any().unwrap();
+    let blocks = |lists: &lists::Lists, row: u32| {
+        let (runs, partials) = lists.row(row);
+        let full = runs.into_iter().flat_map(|[first, end]| (first..end).map(|block| (block, 0)));
+        let mut all: Vec<(u32, u32)> =
+            full.chain(partials.into_iter().map(|[block, map]| (block, map))).collect();
+        all.sort_unstable();
+        all
+    };
+    for row in 0..6 {
+        let parts = [0..2, 2..5, 5..6].map(|range| blocks(&whole.within(&range, 6), row));
+        let all = blocks(&whole, row);
+        assert!(!all.is_empty());
+        assert_eq!(parts.concat(), all);
+    }
+}
+
+#[test]
+fn a_block_longer_than_a_binding_is_refused_with_the_limit() {
+    let sizes = Sizes { batch: 1, heads: [1, 1], lengths: [1, 1000], dim: 16 };
+    let limits = Limits { storage_binding: 4_000, ..Limits::default() };
     let profile = Profile { limits, ..Profile::floor(Tier::Portable) };
     let error = plan(&sizes, &profile, &Cache::default(), None).unwrap_err();
     assert!(error.is_limit() && error.to_string().contains("maxStorageBufferBindingSize"), "{error}");

@@ -213,6 +213,7 @@ async fn adopt(device: GpuDevice, owned: bool, forced: Option<Tier>) -> Result<G
         subgroup_max,
         f16: device.features().has("shader-f16"),
         matrices: Matrices::default(),
+        tuning: None,
         load_direct: false,
         browser: true,
         software: js::field(&info, "isFallbackAdapter").and_then(|value| value.as_bool()).unwrap_or(false)

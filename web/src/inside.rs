@@ -166,6 +166,7 @@ fn try_emit(options: &JsValue) -> std::result::Result<Array, Failure> {
     let kernels: &[Kernel] = match js::string(options, "pass")?.as_deref() {
         Some("forward") | None if subgroup => &[Kernel::ForwardSubgroup],
         Some("forward") | None => &[Kernel::Forward],
+        Some("decode") if subgroup => &[Kernel::DecodeSubgroup, Kernel::DecodeCombine],
         Some("decode") => &[Kernel::DecodeSplit, Kernel::DecodeCombine],
         Some("backward") if subgroup => &[Kernel::Delta, Kernel::DqSubgroup, Kernel::DkvSubgroup],
         Some("backward") => &[Kernel::Delta, Kernel::Dq, Kernel::Dkv],

@@ -215,7 +215,13 @@ impl Measurement {
         let row_bytes = (case.head_dim * case.dtype.size()) as u64;
         // Rows that share one reading of k and v. A simdgroup of decode has 8.
         let alone = case.kernels == Kernels::Msl(Loader::Direct) || record.entry == "split";
-        let rows = if alone { 8 } else { 32 };
+        // A workgroup of decode with subgroup operations has as many as there are, up to 4.
+        let packed = (case.q_heads / case.kv_heads * case.q_len).next_power_of_two().min(4) as u64;
+        let rows = match (alone, record.entry) {
+            (true, _) => 8,
+            (false, "split_subgroup") => packed,
+            (false, _) => 32,
+        };
         Self {
             mma_minimum: 4 * kept * case.head_dim as u64 / 1024,
             device_read_minimum: (case.q_heads * case.q_len) as u64 * row_bytes

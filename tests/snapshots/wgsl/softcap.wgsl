@@ -3,7 +3,7 @@
 // A workgroup computes TILE_Q query rows of one head. It walks the tiles of their block list: for
 // each it stages k, computes S = q k^T, applies the mods, updates the online softmax (row max m, row
 // sum l), stages v in place of k, and adds P v to the output, which stays in registers.
-// 64 invocations form an 8 x 8 grid (tx, ty). Invocation (tx, ty) has the rows ty + 8 i, the columns
+// The invocations form a grid of 8 x Y (tx, ty). Invocation (tx, ty) has the rows ty + Y i, the columns
 // tx + 8 j of S and the vec4 tx + 8 c of the output's rows: neighbours read neighbouring banks.
 
 // Parameters, tables and captured tensors, as every kernel binds them; and the attention mods.
@@ -195,12 +195,14 @@ fn mask_mod(row: Row, b: i32, h: i32, q: i32, kv: i32) -> bool { return true; }
 
 const HEAD_DIM: u32 = 64u;
 const V_DIM: u32 = 64u;
+const THREADS: u32 = 64u;
 const ROWS: u32 = 4u;       // query rows of an invocation
 const CHUNK: u32 = 8u;      // vec4 of the rows of q and k that are staged at once
 const V_ROWS: u32 = 16u;    // rows of v that are staged at once, a multiple of 4
 
 const COLUMNS: u32 = 4u;
-const TILE_Q: u32 = 8u * ROWS;
+const Y: u32 = THREADS / 8u;               // invocations in a column of the grid
+const TILE_Q: u32 = Y * ROWS;
 const TILE_KV: u32 = 8u * COLUMNS;
 const HEAD_QUADS: u32 = (HEAD_DIM + 3u) / 4u;
 const V_QUADS: u32 = (V_DIM + 3u) / 4u;
@@ -240,7 +242,7 @@ var<workgroup> reduced: array<f32, TILE_Q * 8u>;           // one value per row 
 
 // Stages chunk `chunk` of TILE_Q rows from `row`; rows past q_len repeat the last one.
 fn stage_q(base: u32, row: u32, chunk: u32, local: u32) {
-  for (var i = local; i < TILE_Q * CHUNK + p.zero; i += 64u) {
+  for (var i = local; i < TILE_Q * CHUNK + p.zero; i += THREADS) {
     let quad = chunk * CHUNK + i % CHUNK;
     if (quad < HEAD_QUADS) {
       let at = base + min(row + i / CHUNK, p.q_len - 1u) * p.q.w + 4u * quad;
@@ -251,7 +253,7 @@ fn stage_q(base: u32, row: u32, chunk: u32, local: u32) {
 
 // The same of k; rows past kv_len repeat the last one, and their scores are dropped.
 fn stage_k(base: u32, kv: u32, kv_len: u32, chunk: u32, local: u32) {
-  for (var i = local; i < TILE_KV * CHUNK + p.zero; i += 64u) {
+  for (var i = local; i < TILE_KV * CHUNK + p.zero; i += THREADS) {
     let quad = chunk * CHUNK + i % CHUNK;
     if (quad < HEAD_QUADS) {
       let at = base + min(kv + i / CHUNK, kv_len - 1u) * p.k.w + 4u * quad;
@@ -263,7 +265,7 @@ fn stage_k(base: u32, kv: u32, kv_len: u32, chunk: u32, local: u32) {
 // Stages V_ROWS rows of v in the order of P's columns: row n is kv + n / 4 + 8 (n % 4). Rows past
 // kv_len are zero, since what lies there may be NaN, and 0 * NaN is too; so are columns past V_DIM.
 fn stage_v(base: u32, kv: u32, kv_len: u32, first: u32, local: u32) {
-  for (var i = local; i < V_ROWS * V_STRIDE + p.zero; i += 64u) {
+  for (var i = local; i < V_ROWS * V_STRIDE + p.zero; i += THREADS) {
     let n = first + i / V_STRIDE;
     let row = kv + n / 4u + 8u * (n % 4u);
     let quad = i % V_STRIDE;
@@ -273,7 +275,7 @@ fn stage_v(base: u32, kv: u32, kv_len: u32, first: u32, local: u32) {
   }
 }
 
-@compute @workgroup_size(64)
+@compute @workgroup_size(THREADS)
 fn forward(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) local: u32) {
   let id = workgroup.x + workgroup.y * p.fold + p.first_group;
   if (id >= p.groups) { return; }
@@ -295,7 +297,7 @@ fn forward(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocatio
   var l = array<f32, ROWS>();                       // row sum so far, of this invocation's columns
   var o = array<array<vec4<f32>, OUT>, ROWS>();
   for (var i = 0u; i < ROWS; i += 1u) {
-    q_pos[i] = i32(min(first_row + ty + 8u * i, p.q_len - 1u)) + q_offset_of(b);
+    q_pos[i] = i32(min(first_row + ty + Y * i, p.q_len - 1u)) + q_offset_of(b);
     row[i] = row_mod(i32(b), i32(h), q_pos[i]);
     m[i] = FLOOR;
     l[i] = 0.0;
@@ -319,7 +321,7 @@ fn forward(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocatio
         let k2 = widen(kv_tile[(tx + 16u) * STRIDE + d]);
         let k3 = widen(kv_tile[(tx + 24u) * STRIDE + d]);
         for (var i = 0u; i < ROWS; i += 1u) {
-          let a = widen(q_tile[(ty + 8u * i) * STRIDE + d]);
+          let a = widen(q_tile[(ty + Y * i) * STRIDE + d]);
           s[i] += vec4<f32>(dot(a, k0), dot(a, k1), dot(a, k2), dot(a, k3));
         }
       }
@@ -352,18 +354,18 @@ fn forward(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocatio
     for (var i = 0u; i < ROWS; i += 1u) {
       // Not max(): a NaN that is kept has to stay.
       s[i] = select(s[i], vec4<f32>(FLOOR), (s[i] < vec4<f32>(FLOOR)) | !keep[i]);
-      reduced[(ty + 8u * i) * 8u + tx] = max(max(s[i].x, s[i].y), max(s[i].z, s[i].w));
+      reduced[(ty + Y * i) * 8u + tx] = max(max(s[i].x, s[i].y), max(s[i].z, s[i].w));
     }
     workgroupBarrier();
     for (var i = 0u; i < ROWS; i += 1u) {
       var m_new = m[i];
-      for (var x = 0u; x < 8u; x += 1u) { m_new = max(m_new, reduced[(ty + 8u * i) * 8u + x]); }
+      for (var x = 0u; x < 8u; x += 1u) { m_new = max(m_new, reduced[(ty + Y * i) * 8u + x]); }
       let shrink = exp2(m[i] - m_new);
       let weights = select(vec4<f32>(0.0), exp2(s[i] - m_new), keep[i]);
       m[i] = m_new;
       l[i] = l[i] * shrink + dot(weights, vec4<f32>(1.0));
       for (var c = 0u; c < OUT; c += 1u) { o[i][c] *= shrink; }
-      p_tile[(ty + 8u * i) * P_STRIDE + tx] = weights;
+      p_tile[(ty + Y * i) * P_STRIDE + tx] = weights;
     }
 
     // O += P v
@@ -374,7 +376,7 @@ fn forward(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocatio
       for (var x = 0u; x < V_ROWS / 4u + p.zero; x += 1u) {
         var weights = array<vec4<f32>, ROWS>();
         for (var i = 0u; i < ROWS; i += 1u) {
-          weights[i] = p_tile[(ty + 8u * i) * P_STRIDE + first / 4u + x];
+          weights[i] = p_tile[(ty + Y * i) * P_STRIDE + first / 4u + x];
         }
         for (var j = 0u; j < COLUMNS; j += 1u) {
           for (var c = 0u; c < OUT; c += 1u) {
@@ -388,13 +390,13 @@ fn forward(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocatio
 
   // The row sums of the 8 invocations, then out = O / l.
   workgroupBarrier();
-  for (var i = 0u; i < ROWS; i += 1u) { reduced[(ty + 8u * i) * 8u + tx] = l[i]; }
+  for (var i = 0u; i < ROWS; i += 1u) { reduced[(ty + Y * i) * 8u + tx] = l[i]; }
   workgroupBarrier();
   for (var i = 0u; i < ROWS; i += 1u) {
-    let r = first_row + ty + 8u * i;
+    let r = first_row + ty + Y * i;
     if (r < p.q_len) {
       var sum = 0.0;
-      for (var x = 0u; x < 8u; x += 1u) { sum += reduced[(ty + 8u * i) * 8u + x]; }
+      for (var x = 0u; x < 8u; x += 1u) { sum += reduced[(ty + Y * i) * 8u + x]; }
       // A row with nothing kept: out 0, lse and max -inf.
       let empty = sum == 0.0;
       let row_max = select(m[i] * LN2, minus_infinity(), empty);

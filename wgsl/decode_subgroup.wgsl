@@ -1,0 +1,201 @@
+// decode, with subgroup operations: O, m and l of few query rows over parts of many keys, which entry
+// `combine` of decode.wgsl then weighs. No workgroup memory and no barriers.
+//
+// The query rows of all heads that share a kv head are packed, ROWS to a workgroup, so that k and v are
+// read once per kv head. A workgroup walks p.split_len keys, STEP at a time: 32 for each of its CLUSTERS,
+// which are eight neighbouring lanes of a subgroup. A cluster's keys are a part of their own. Its lane x
+// holds the columns x + 8 j of S and the vec4 x + 8 c of q and of O; what a lane needs of the others it
+// gets by shuffle. The order of the parts is fixed, so the result is the same every time.
+
+//#include common.wgsl
+//#include lookup.wgsl
+//#include mods.wgsl
+
+const HEAD_DIM: u32 = 64u;
+const V_DIM: u32 = 64u;
+const THREADS: u32 = 64u;
+const ROWS: u32 = 4u;       // packed query rows
+
+const COLUMNS: u32 = 4u;
+const TILE_KV: u32 = 8u * COLUMNS;
+const CLUSTERS: u32 = THREADS / 8u;
+const STEP: u32 = CLUSTERS * TILE_KV;
+const HEAD_QUADS: u32 = (HEAD_DIM + 3u) / 4u;
+const V_QUADS: u32 = (V_DIM + 3u) / 4u;
+const IN: u32 = (HEAD_QUADS + 7u) / 8u;    // vec4 of a row of q in one lane
+const OUT: u32 = (V_QUADS + 7u) / 8u;      // vec4 of a row of O in one lane
+
+@group(0) @binding(0) var<storage, read> q: array<Word>;              // [B, Hq, L, D], L at most 32
+@group(0) @binding(1) var<storage, read> k: array<Word>;              // [Bkv, Hkv, S, D]
+@group(0) @binding(2) var<storage, read> v: array<Word>;              // [Bkv, Hkv, S, Dv]
+@group(0) @binding(3) var<storage, read_write> partials: array<f32>;  // O [B, Hq, L, splits, Dv], then (m, l) [B, Hq, L, splits, 2]
+@group(0) @binding(4) var<storage, read_write> stats: array<f32>;     // nothing
+@group(0) @binding(7) var<storage, read> large: array<u32>;           // one large captured tensor, in place
+// What the load files name besides; this entry point does not use it.
+@group(0) @binding(3) var<storage, read_write> out: array<OutWord>;
+
+//@slot load
+//#include load_f32.wgsl
+//@end
+
+// Over the eight lanes of a cluster.
+fn cluster_max(x: f32) -> f32 {
+  let a = max(x, subgroupShuffleXor(x, 1u));
+  let b = max(a, subgroupShuffleXor(a, 2u));
+  return max(b, subgroupShuffleXor(b, 4u));
+}
+fn cluster_sum(x: f32) -> f32 {
+  let a = x + subgroupShuffleXor(x, 1u);
+  let b = a + subgroupShuffleXor(a, 2u);
+  return b + subgroupShuffleXor(b, 4u);
+}
+
+@compute @workgroup_size(THREADS)
+fn split_subgroup(
+  @builtin(workgroup_id) workgroup: vec3<u32>,
+  @builtin(local_invocation_index) local: u32,
+  @builtin(subgroup_invocation_id) lane: u32,
+) {
+  let id = workgroup.x + workgroup.y * p.fold + p.first_group;
+  if (id >= p.groups) { return; }
+  let rows = p.group * p.q_len;
+  let tiles = (rows + ROWS - 1u) / ROWS;
+  let splits = p.splits / CLUSTERS;
+  let begin = id % splits * p.split_len;
+  let first_row = (id / splits) % tiles * ROWS;
+  let kv_head = id / (splits * tiles) % p.kv_heads;
+  let b = id / (splits * tiles * p.kv_heads);
+  let x = lane % 8u;
+  let cluster = lane - x;                           // its first lane
+  let number = local / 8u;                          // of the cluster in the workgroup
+
+  let kv_len = kv_len_of(b);
+  let q_base = p.q.x + b * p.q.y + kv_head * p.group * p.q.z;
+  let k_base = p.k.x + b * p.k.y + kv_head * p.k.z;
+  let v_base = p.v.x + b * p.v.y + kv_head * p.v.z;
+
+  var q_head = array<u32, ROWS>();
+  var q_pos = array<i32, ROWS>();
+  var row = array<Row, ROWS>();
+  var rows_q = array<array<vec4<f32>, IN>, ROWS>();
+  var m = array<f32, ROWS>();                       // row max so far, in base 2
+  var l = array<f32, ROWS>();                       // row sum so far, of this lane's columns
+  var o = array<array<vec4<f32>, OUT>, ROWS>();
+  for (var i = 0u; i < ROWS; i += 1u) {
+    let n = min(first_row + i, rows - 1u);
+    q_head[i] = kv_head * p.group + n / p.q_len;
+    q_pos[i] = i32(n % p.q_len) + q_offset_of(b);
+    row[i] = row_mod(i32(b), i32(q_head[i]), q_pos[i]);
+    m[i] = FLOOR;
+    l[i] = 0.0;
+    for (var c = 0u; c < IN; c += 1u) {
+      let quad = x + 8u * c;
+      rows_q[i][c] = vec4<f32>(0.0);
+      if (quad < HEAD_QUADS) {
+        let at = q_base + (n / p.q_len) * p.q.z + (n % p.q_len) * p.q.w + 4u * quad;
+        rows_q[i][c] = widen(load_q(at, HEAD_DIM - 4u * quad));
+      }
+    }
+    for (var c = 0u; c < OUT; c += 1u) { o[i][c] = vec4<f32>(0.0); }
+  }
+
+  let end = min(begin + p.split_len, kv_len);
+  for (var step = begin; step < end; step += STEP) {
+    // Heads may have lists of their own: a step is left out when it is empty for all of the group.
+    var any = 0u;
+    var shared_kinds = 0u;
+    for (var block = step / BLOCK; block * BLOCK < step + STEP; block += 1u) {
+      for (var h = 0u; h < min(p.group, p.mask_heads); h += 1u) {
+        let kinds = kinds_of(b, kv_head * p.group + h, block);
+        any |= kinds;
+        if (block == (step + number * TILE_KV) / BLOCK) { shared_kinds = kinds; }
+      }
+    }
+    if (any == 0u) { continue; }
+    let kv0 = step + number * TILE_KV;
+    let tile = 2u * (kv0 % BLOCK / TILE_KV);
+
+    // S = q k^T
+    var s = array<array<f32, COLUMNS>, ROWS>();
+    var k_at = array<u32, COLUMNS>();
+    for (var j = 0u; j < COLUMNS; j += 1u) {
+      for (var i = 0u; i < ROWS; i += 1u) { s[i][j] = 0.0; }
+      k_at[j] = k_base + min(kv0 + x + 8u * j, kv_len - 1u) * p.k.w;
+    }
+    for (var c = 0u; c < IN; c += 1u) {
+      for (var d = 0u; d < min(8u, HEAD_QUADS - 8u * c) + p.zero; d += 1u) {
+        var a = array<vec4<f32>, ROWS>();
+        for (var i = 0u; i < ROWS; i += 1u) { a[i] = subgroupShuffle(rows_q[i][c], cluster + d); }
+        let quad = 8u * c + d;
+        for (var j = 0u; j < COLUMNS; j += 1u) {
+          let value = widen(load_k(k_at[j] + 4u * quad, HEAD_DIM - 4u * quad));
+          for (var i = 0u; i < ROWS; i += 1u) { s[i][j] += dot(a[i], value); }
+        }
+      }
+    }
+
+    // Mods, then the online softmax. A masked pair is excluded whatever score_mod gave for it; a score
+    // of -inf is masked.
+    for (var i = 0u; i < ROWS; i += 1u) {
+      var kinds = shared_kinds;
+      if (p.mask_heads > 1u) { kinds = kinds_of(b, q_head[i], min(kv0, kv_len - 1u) / BLOCK); }
+      let kind = (kinds >> tile) & 3u;
+      var keep = array<bool, COLUMNS>();
+      var m_lane = m[i];
+      for (var j = 0u; j < COLUMNS; j += 1u) {
+        let kv = kv0 + x + 8u * j;
+        let score = score_mod(s[i][j] * p.scale, row[i], i32(b), i32(q_head[i]), q_pos[i], i32(kv));
+        keep[j] = !is_minus_infinity(score) && kv < kv_len && kind != EMPTY;
+        if (keep[j] && kind == PARTIAL) {
+          keep[j] = mask_mod(row[i], i32(b), i32(q_head[i]), q_pos[i], i32(kv));
+        }
+        // Not max(): a NaN that is kept has to stay.
+        s[i][j] = select(score * LOG2E, FLOOR, score * LOG2E < FLOOR || !keep[j]);
+        m_lane = max(m_lane, s[i][j]);
+      }
+      let m_new = cluster_max(m_lane);
+      let shrink = exp2(m[i] - m_new);
+      m[i] = m_new;
+      l[i] *= shrink;
+      for (var j = 0u; j < COLUMNS; j += 1u) {
+        s[i][j] = select(0.0, exp2(s[i][j] - m_new), keep[j]);
+        l[i] += s[i][j];
+      }
+      for (var c = 0u; c < OUT; c += 1u) { o[i][c] *= shrink; }
+    }
+
+    // O += P v. Rows past kv_len have P = 0; the last one stands for them, as they may be NaN.
+    for (var y = 0u; y < 8u + p.zero; y += 1u) {
+      for (var j = 0u; j < COLUMNS; j += 1u) {
+        let v_at = v_base + min(kv0 + y + 8u * j, kv_len - 1u) * p.v.w;
+        var weight = array<f32, ROWS>();
+        for (var i = 0u; i < ROWS; i += 1u) { weight[i] = subgroupShuffle(s[i][j], cluster + y); }
+        for (var c = 0u; c < OUT; c += 1u) {
+          let quad = min(x + 8u * c, V_QUADS - 1u);
+          let value = widen(load_v(v_at + 4u * quad, V_DIM - 4u * quad));
+          for (var i = 0u; i < ROWS; i += 1u) { o[i][c] += weight[i] * value; }
+        }
+      }
+    }
+  }
+
+  let part = id % splits * CLUSTERS + number;
+  let stats_at = p.batch * p.q_heads * p.q_len * p.splits * V_DIM;
+  for (var i = 0u; i < ROWS; i += 1u) {
+    let sum = cluster_sum(l[i]);
+    let n = first_row + i;
+    if (n < rows) {
+      let partial = ((b * p.q_heads + q_head[i]) * p.q_len + n % p.q_len) * p.splits + part;
+      for (var c = 0u; c < OUT; c += 1u) {
+        for (var e = 0u; e < 4u; e += 1u) {
+          let column = 4u * (x + 8u * c) + e;
+          if (column < V_DIM) { partials[partial * V_DIM + column] = o[i][c][e]; }
+        }
+      }
+      if (x == 0u) {
+        partials[stats_at + 2u * partial] = m[i];
+        partials[stats_at + 2u * partial + 1u] = sum;
+      }
+    }
+  }
+}
