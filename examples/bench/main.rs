@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! cargo run --release --example bench -- --suite dense|sparse|decode|mods|backward|blockmask|compile \
-//!     [--tier TIER] [--rounds N] [--json] [--plot out.svg]
+//!     [--tier TIER] [--len N] [--rounds N] [--json] [--plot out.svg]
 //! ```
 //!
 //! Each time is the median over rounds in which all cases of a group take turns, so that a machine that
@@ -75,12 +75,21 @@ struct Found {
 struct Wanted {
     suite: Option<String>,
     tier: Option<Tier>,
+    len: Option<usize>,
     rounds: Option<usize>,
     json: bool,
     plot: Option<PathBuf>,
 }
 
-const USAGE: &str = "usage: bench --suite NAME [--tier TIER] [--rounds N] [--json] [--plot FILE.svg]";
+impl Wanted {
+    /// Whether a case of this many keys is wanted.
+    fn takes(&self, len: usize) -> bool {
+        self.len.is_none_or(|wanted| wanted == len)
+    }
+}
+
+const USAGE: &str =
+    "usage: bench --suite NAME [--tier TIER] [--len N] [--rounds N] [--json] [--plot FILE.svg]";
 
 fn main() -> Result<(), Failure> {
     let wanted = arguments()?;
@@ -105,7 +114,7 @@ fn main() -> Result<(), Failure> {
         );
     }
     for gpu in machines(&wanted, suite)? {
-        let found = (suite.run)(gpu.as_ref(), wanted.rounds)?;
+        let found = (suite.run)(gpu.as_ref(), &wanted)?;
         for row in &found.rows {
             if wanted.json {
                 println!("{}", serde_json::to_string(row)?);
@@ -138,6 +147,7 @@ fn arguments() -> Result<Wanted, Failure> {
         match argument {
             Long("suite") => wanted.suite = Some(arguments.value()?.string()?),
             Long("tier") => wanted.tier = Some(Tier::from_name(&arguments.value()?.string()?)?),
+            Long("len") => wanted.len = Some(arguments.value()?.parse()?),
             Long("rounds") => wanted.rounds = Some(arguments.value()?.parse()?),
             Long("json") => wanted.json = true,
             Long("plot") => wanted.plot = Some(arguments.value()?.into()),

@@ -32,7 +32,16 @@ pub(crate) fn draw(rows: &[Row], file: &Path) -> Result<(), Failure> {
             range(points.iter().map(|point| point.0).collect()).log_scale(),
             range(points.iter().map(|point| point.1).collect()).log_scale(),
         )?;
-    chart.configure_mesh().x_desc(x_name).y_desc("milliseconds").draw()?;
+    let percent = |x: &f64| format!("{} %", (x * 1e4).round() / 100.0);
+    let number = |x: &f64| x.to_string();
+    let shown: &dyn Fn(&f64) -> String = if by_density { &percent } else { &number };
+    chart
+        .configure_mesh()
+        .x_desc(x_name)
+        .y_desc("milliseconds")
+        .x_label_formatter(shown)
+        .y_label_formatter(&number)
+        .draw()?;
     for (number, (name, points)) in curves.into_iter().enumerate() {
         let color = Palette99::pick(number).to_rgba();
         chart
@@ -40,7 +49,12 @@ pub(crate) fn draw(rows: &[Row], file: &Path) -> Result<(), Failure> {
             .label(name)
             .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], color.stroke_width(2)));
     }
-    chart.configure_series_labels().border_style(BLACK).background_style(WHITE).draw()?;
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperLeft)
+        .border_style(BLACK)
+        .background_style(WHITE)
+        .draw()?;
     area.present()?;
     Ok(())
 }

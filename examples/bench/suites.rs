@@ -4,7 +4,7 @@ pub(crate) use crate::baseline::Tile;
 use crate::baseline::{Baseline, Problem};
 use crate::baseline_row::UnfusedRow;
 use crate::measure::{Fused, Sizes, Work, median, medians};
-use crate::{Bound, Check, Failure, Found, Row};
+use crate::{Bound, Check, Failure, Found, Row, Wanted};
 use flexattn::{Attention, BlockMask, BlockShape, DType, Gpu, MaskMod, Params, Tier, masks, scores};
 use std::time::Instant;
 
@@ -12,18 +12,26 @@ use std::time::Instant;
 pub(crate) struct Suite {
     name: &'static str,
     pub(crate) needs_gpu: bool,
-    /// Takes the machine (where the suite needs one) and how many rounds are wanted.
-    pub(crate) run: fn(Option<&Gpu>, Option<usize>) -> Result<Found, Failure>,
+    /// Takes the machine (where the suite needs one), and how many rounds and which length are wanted.
+    pub(crate) run: fn(Option<&Gpu>, &Wanted) -> Result<Found, Failure>,
 }
 
 const SUITES: &[Suite] = &[
-    Suite { name: "dense", needs_gpu: true, run: |gpu, rounds| dense(given(gpu)?, rounds) },
-    Suite { name: "sparse", needs_gpu: true, run: |gpu, rounds| sparse(given(gpu)?, rounds) },
-    Suite { name: "decode", needs_gpu: true, run: |gpu, rounds| decode(given(gpu)?, rounds) },
-    Suite { name: "backward", needs_gpu: true, run: |gpu, rounds| crate::backward::run(given(gpu)?, rounds) },
-    Suite { name: "mods", needs_gpu: true, run: |gpu, rounds| mods(given(gpu)?, rounds) },
-    Suite { name: "compile", needs_gpu: true, run: |gpu, rounds| crate::compile::run(given(gpu)?, rounds) },
-    Suite { name: "blockmask", needs_gpu: false, run: |_, rounds| blockmask(rounds) },
+    Suite { name: "dense", needs_gpu: true, run: |gpu, wanted| dense(given(gpu)?, wanted) },
+    Suite { name: "sparse", needs_gpu: true, run: |gpu, wanted| sparse(given(gpu)?, wanted.rounds) },
+    Suite { name: "decode", needs_gpu: true, run: |gpu, wanted| decode(given(gpu)?, wanted) },
+    Suite {
+        name: "backward",
+        needs_gpu: true,
+        run: |gpu, wanted| crate::backward::run(given(gpu)?, wanted.rounds),
+    },
+    Suite { name: "mods", needs_gpu: true, run: |gpu, wanted| mods(given(gpu)?, wanted.rounds) },
+    Suite {
+        name: "compile",
+        needs_gpu: true,
+        run: |gpu, wanted| crate::compile::run(given(gpu)?, wanted.rounds),
+    },
+    Suite { name: "blockmask", needs_gpu: false, run: |_, wanted| blockmask(wanted.rounds) },
 ];
 
 fn given(gpu: Option<&Gpu>) -> Result<&Gpu, Failure> {
@@ -68,9 +76,10 @@ fn at_least(what: &str, gpu: &Gpu, value: f64, limit: f64) -> Check {
 }
 
 /// Dense and causal by length, type and head dim.
-fn dense(gpu: &Gpu, rounds: Option<usize>) -> Result<Found, Failure> {
+fn dense(gpu: &Gpu, wanted: &Wanted) -> Result<Found, Failure> {
     let mut found = Found::default();
-    for (len, head_dim) in [(256, 64), (512, 64), (1024, 64), (1024, 128), (2048, 64), (4096, 64)] {
+    let cases = [(256, 64), (512, 64), (1024, 64), (1024, 128), (2048, 64), (4096, 64)];
+    for (len, head_dim) in cases.into_iter().filter(|(len, _)| wanted.takes(*len)) {
         let sizes = Sizes::square(4, len, head_dim);
         let data = sizes.data();
         let causal = masks::causal();
@@ -90,7 +99,7 @@ fn dense(gpu: &Gpu, rounds: Option<usize>) -> Result<Found, Failure> {
         }
         let baselines = [&best, &best_causal, &small];
         works.extend(baselines.into_iter().flatten().map(|baseline| Box::new(|| baseline.run()) as Work<'_>));
-        let rounds = rounds.unwrap_or(if len <= 1024 { 7 } else { 3 });
+        let rounds = wanted.rounds.unwrap_or(if len <= 1024 { 7 } else { 3 });
         let times = medians(&format!("dense {len}x{head_dim}"), rounds, &mut works)?;
         drop(works);
 
@@ -171,9 +180,10 @@ fn sparse(gpu: &Gpu, rounds: Option<usize>) -> Result<Found, Failure> {
 
 /// One query over a growing cache, 8 query heads on 2 kv heads: the decode kernels, and the kernel of many
 /// queries on the same work.
-fn decode(gpu: &Gpu, rounds: Option<usize>) -> Result<Found, Failure> {
+fn decode(gpu: &Gpu, wanted: &Wanted) -> Result<Found, Failure> {
     let mut found = Found::default();
-    for (kv_len, dtype) in [4096, 16_384, 65_536, 131_072].into_iter().flat_map(|len| {
+    let lengths = [4096, 16_384, 65_536, 131_072].into_iter().filter(|len| wanted.takes(*len));
+    for (kv_len, dtype) in lengths.flat_map(|len| {
         let types: &[DType] = if len == 16_384 { &[DType::F32, DType::F16] } else { &[DType::F32] };
         types.iter().map(move |dtype| (len, *dtype))
     }) {
@@ -191,7 +201,7 @@ fn decode(gpu: &Gpu, rounds: Option<usize>) -> Result<Found, Failure> {
         let mut works: Vec<Work<'_>> =
             vec![fused.work(Attention::new()), fused.work(Attention::new().with_splits(false))];
         works.extend(baseline.iter().map(|baseline| Box::new(|| baseline.run()) as Work<'_>));
-        let times = medians(&format!("decode {kv_len}"), rounds.unwrap_or(7), &mut works)?;
+        let times = medians(&format!("decode {kv_len}"), wanted.rounds.unwrap_or(7), &mut works)?;
         drop(works);
         let row = |case: &str| sizes.row("decode", case, gpu, dtype, 1.0);
         found.rows.push(row("decode").timed(times[0], times.get(2).copied()));
