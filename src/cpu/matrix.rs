@@ -13,6 +13,34 @@ pub(super) const ROWS: usize = 4;
 /// an Apple core busy and fit its 32 registers; x86 and WebAssembly have half as many of both.
 const VECTORS: usize = if cfg!(target_arch = "aarch64") { 4 } else { 2 };
 
+/// An array of [`ROWS`] values. Spelled out instead of mapped, so that it stays in registers where the compiler
+/// is told to save space and neither unrolls nor inlines, as it is for the npm package.
+macro_rules! rows {
+    ($row:ident => $value:expr) => {
+        rows!($row => $value; 0 1 2 3)
+    };
+    ($row:ident => $value:expr; $($n:literal)*) => {
+        [$({
+            const $row: usize = $n;
+            $value
+        }),*]
+    };
+}
+
+/// The same of [`VECTORS`].
+#[cfg(not(target_arch = "aarch64"))]
+macro_rules! vectors {
+    ($vector:ident => $value:expr) => {
+        rows!($vector => $value; 0 1)
+    };
+}
+#[cfg(target_arch = "aarch64")]
+macro_rules! vectors {
+    ($vector:ident => $value:expr) => {
+        rows!($vector => $value; 0 1 2 3)
+    };
+}
+
 /// Columns of a panel.
 #[inline(always)]
 fn width<S: Simd>() -> usize {
@@ -96,7 +124,11 @@ pub(super) struct Target<'a> {
 /// `target (+)= left * right`, for `rows` rows (a multiple of [`ROWS`]), the depth range `ks` of `right`
 /// (of which the left-hand side's first column is the first) and the column range `columns` of `right`
 /// (whose bounds are multiples of the panel width or its end; the target's first column is the first).
-#[inline(always)]
+///
+/// Inlined, because that is what gives it the vector instructions of the caller's machine; those of WebAssembly
+/// are given to all functions, and there one copy is enough.
+#[cfg_attr(target_arch = "wasm32", inline(never))]
+#[cfg_attr(not(target_arch = "wasm32"), inline(always))]
 pub(super) fn multiply<S: Simd>(
     simd: S,
     left: Left<'_>,
@@ -114,56 +146,61 @@ pub(super) fn multiply<S: Simd>(
         let part = &right.data[from + ks.start * width..from + ks.end * width];
         for row in (0..rows).step_by(ROWS) {
             let out = &mut data[row * stride + column..];
-            // Zipped, so that no index is checked in the inner loop.
-            let lines = part.chunks_exact(width);
             match left {
                 Left::Rows(a, a_stride) => {
-                    let a: [&[f32]; ROWS] = std::array::from_fn(|r| &a[(row + r) * a_stride..][..ks.len()]);
-                    let lines = lines.zip(a[0]).zip(a[1]).zip(a[2]).zip(a[3]);
-                    let lines = lines.map(|((((line, a0), a1), a2), a3)| (line, [*a0, *a1, *a2, *a3]));
-                    tile(simd, lines, out, stride, add);
+                    let a = rows!(R => &a[(row + R) * a_stride..][..ks.len()]);
+                    tile(simd, ByRows(a), part, out, stride, add);
                 }
                 Left::Columns(a, a_stride) => {
-                    let columns = a[row..].chunks(a_stride);
-                    let lines = lines.zip(columns).map(|(line, a)| (line, [a[0], a[1], a[2], a[3]]));
-                    tile(simd, lines, out, stride, add);
+                    tile(simd, ByColumns(&a[row..], a_stride), part, out, stride, add);
                 }
             }
         }
     }
 }
 
-/// One register tile: the sum over `lines`, pairs of a panel's line and the left-hand side's column.
-#[inline(always)]
-fn tile<'a, S: Simd>(
-    simd: S,
-    lines: impl Iterator<Item = (&'a [f32], [f32; ROWS])>,
-    out: &mut [f32],
-    stride: usize,
-    add: bool,
-) {
-    let load = |line: &[f32]| -> [S::f32s; VECTORS] {
-        std::array::from_fn(|v| S::f32s::from_slice(simd, &line[v * S::f32s::N..][..S::f32s::N]))
-    };
-    let mut sums = [[S::f32s::splat(simd, 0.0); VECTORS]; ROWS];
-    if add {
-        for (r, sum) in sums.iter_mut().enumerate() {
-            *sum = load(&out[r * stride..][..width::<S>()]);
-        }
+/// The left-hand side of a register tile: its column `k`.
+trait Column {
+    fn column(&self, k: usize) -> [f32; ROWS];
+}
+
+struct ByRows<'a>([&'a [f32]; ROWS]);
+
+impl Column for ByRows<'_> {
+    #[inline(always)]
+    fn column(&self, k: usize) -> [f32; ROWS] {
+        rows!(R => self.0[R][k])
     }
-    for (line, a) in lines {
-        let b = load(line);
-        for (sum, a) in sums.iter_mut().zip(a) {
-            let a = S::f32s::splat(simd, a);
-            for (sum, b) in sum.iter_mut().zip(b) {
-                *sum = a.mul_add(b, *sum);
-            }
-        }
+}
+
+struct ByColumns<'a>(&'a [f32], usize);
+
+impl Column for ByColumns<'_> {
+    #[inline(always)]
+    fn column(&self, k: usize) -> [f32; ROWS] {
+        let column = &self.0[k * self.1..][..ROWS];
+        rows!(R => column[R])
+    }
+}
+
+/// One register tile: the sum over k of the left-hand side's column k times line k of the panel.
+#[inline(always)]
+fn tile<S: Simd>(simd: S, left: impl Column, panel: &[f32], out: &mut [f32], stride: usize, add: bool) {
+    let (n, width) = (S::f32s::N, width::<S>());
+    let mut sums = rows!(R => vectors!(V => {
+        if add { S::f32s::from_slice(simd, &out[R * stride + V * n..][..n]) } else { S::f32s::splat(simd, 0.0) }
+    }));
+    for k in 0..panel.len() / width {
+        let line = &panel[k * width..][..width];
+        let a = left.column(k);
+        let a = rows!(R => S::f32s::splat(simd, a[R]));
+        let b = vectors!(V => S::f32s::from_slice(simd, &line[V * n..][..n]));
+        sums = rows!(R => vectors!(V => a[R].mul_add(b[V], sums[R][V])));
     }
     for (r, sum) in sums.iter().enumerate() {
-        let line = &mut out[r * stride..][..width::<S>()];
+        let line = &mut out[r * stride..][..width];
         for (v, sum) in sum.iter().enumerate() {
-            sum.store_slice(&mut line[v * S::f32s::N..][..S::f32s::N]);
+            sum.store_slice(&mut line[v * n..][..n]);
         }
     }
 }

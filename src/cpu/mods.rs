@@ -65,7 +65,8 @@ impl<'a> Mods<'a> {
     /// to scores: scaled, changed by the score mod, minus infinity where a pair is not kept. What lies in empty tiles is
     /// left alone. The derivative of each score by that before the score mod goes to `slopes`, if the programs have
     /// it.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "wasm32", inline(never))]
+    #[cfg_attr(not(target_arch = "wasm32"), inline(always))]
     #[expect(clippy::too_many_arguments, reason = "the place, and what is there")]
     pub(super) fn apply(
         &mut self,

@@ -81,7 +81,8 @@ impl KeyBlock {
     }
 
     /// Packs rows of `view` as columns. Columns of keys that do not count hold what was there before.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "wasm32", inline(never))]
+    #[cfg_attr(not(target_arch = "wasm32"), inline(always))]
     pub(super) fn pack_columns<S: Simd>(
         &self,
         simd: S,
@@ -135,7 +136,8 @@ impl KeyBlock {
 
     /// Packs rows of `view` as rows. Those of keys that do not count are zero: what lies there may be NaN, and
     /// 0 * NaN is too.
-    #[inline(always)]
+    #[cfg_attr(target_arch = "wasm32", inline(never))]
+    #[cfg_attr(not(target_arch = "wasm32"), inline(always))]
     pub(super) fn pack_rows<S: Simd>(
         &self,
         simd: S,

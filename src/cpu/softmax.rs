@@ -14,10 +14,9 @@ pub(super) fn exp(x: f32) -> f32 {
     let shifted = x * std::f32::consts::LOG2_E + ROUND;
     let n = shifted - ROUND;
     let r = x - n * LN2[0] - n * LN2[1];
-    let mut sum = 1.0 / 5040.0;
-    for inverse in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
-        sum = sum * r + inverse;
-    }
+    let sum = ((1.0 / 5040.0) * r + 1.0 / 720.0) * r + 1.0 / 120.0;
+    let sum = (sum * r + 1.0 / 24.0) * r + 1.0 / 6.0;
+    let sum = ((sum * r + 0.5) * r + 1.0) * r + 1.0;
     let power = f32::from_bits((shifted.to_bits() << 23).wrapping_add(0x3f80_0000));
     if x < -87.0 { 0.0 } else { sum * power }
 }

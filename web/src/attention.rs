@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::future::Future;
 use std::ops::Range;
+use std::pin::Pin;
 use std::sync::Arc;
 
 use flexattn::expr::{MaskMod, ScoreMod};
@@ -172,6 +173,11 @@ impl Attention {
 
 /// Runs the part that is there at once, and turns what is left into a promise.
 fn promise(given: Outcome<impl Future<Output = Result<JsValue>> + 'static>) -> Promise {
+    // Boxed, so that the machinery of promises is in the module once and not for each kind of call.
+    settle(given.map(|rest| Box::pin(rest) as Pin<Box<dyn Future<Output = Result<JsValue>>>>))
+}
+
+fn settle(given: Outcome<Pin<Box<dyn Future<Output = Result<JsValue>>>>>) -> Promise {
     future_to_promise(async move { Ok(given?.await.map_err(Failure::from)?) })
 }
 

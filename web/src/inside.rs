@@ -184,15 +184,18 @@ fn try_emit(options: &JsValue) -> std::result::Result<Array, Failure> {
     let layout = Layout::new(exprs, None);
     let texts = Array::new();
     for &kernel in kernels {
-        let spec = KernelSpec {
-            mods: Mods {
+        let plain = KernelSpec::new(kernel, dtype, head_dim, v_dim, WORKGROUP_MEMORY)?;
+        // Some kernels only combine what others left, and have no slots for mods.
+        let spec = if plain.text(Language::Wgsl)?.contains("//@slot score_mod") {
+            let mods = Mods {
                 mask: mask.as_ref().map(|mask| mask.expr().clone()),
                 score: score.as_ref().map(|score| score.expr().clone()),
                 grad: kernel.uses_score_grad(),
                 ..Mods::default()
-            },
-            layout: layout.clone(),
-            ..KernelSpec::new(kernel, dtype, head_dim, v_dim, WORKGROUP_MEMORY)?
+            };
+            KernelSpec { mods, layout: layout.clone(), ..plain }
+        } else {
+            plain
         };
         let spec = if language == Language::Msl { spec.on_metal(Loader::Staged) } else { spec };
         let object = Object::new();
