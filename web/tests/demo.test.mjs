@@ -15,18 +15,21 @@ before(async () => {
 after(() => server.close());
 
 const pictures = join(repository, "docs");
-async function picture(page, name) {
+async function picture(page, name, options = { fullPage: true }) {
   if (process.env.FLEXATTN_SCREENSHOTS !== "1") return;
   mkdirSync(pictures, { recursive: true });
-  await page.screenshot({ path: join(pictures, `${name}.png`), fullPage: true });
+  await page.screenshot({ path: join(pictures, `${name}.png`), ...options });
 }
 
 /** Whether anything sticks out sideways, and what. */
 const overflow = (page) =>
-  page.evaluate(() =>
-    document.documentElement.scrollWidth <= innerWidth
-      ? []
-      : [...document.querySelectorAll("body *")].filter((e) => e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.id || e.className || e.tagName),
+  // Not innerWidth: a phone's grows with what sticks out.
+  page.evaluate(
+    (width) =>
+      document.documentElement.scrollWidth <= width
+        ? []
+        : [...document.querySelectorAll("body *")].filter((e) => e.getBoundingClientRect().right > width + 1).map((e) => e.id || e.className || e.tagName),
+    page.viewportSize().width,
   );
 
 describe("on a desktop", () => {
@@ -142,9 +145,9 @@ describe("on a desktop", () => {
     await page.selectOption("#mask-preset", "noop");
     await page.locator("#weights").scrollIntoViewIfNeeded();
     await page.locator("#head").fill("1");
-    await page.locator("#words button", { hasText: "it" }).first().waitFor({ timeout: 60_000 });
+    await page.locator("#words button", { hasText: "it" }).first().waitFor({ timeout: 200_000 });
     await page.locator("#words button").nth(10).click();
-    await page.waitForFunction(() => /“it” looks at/.test(document.querySelector("#heat-read").textContent), null, { timeout: 60_000 });
+    await page.waitForFunction(() => /“it” looks at/.test(document.querySelector("#heat-read").textContent), null, { timeout: 200_000 });
     assert.match(await page.locator("#heat-read").textContent(), /“it” looks at “trophy” \(6\d %\), “suitcase” \((19|2\d) %\)/);
     await page.locator("#heat").focus();
     await page.keyboard.press("ArrowDown");
@@ -153,7 +156,7 @@ describe("on a desktop", () => {
     await page.locator("#words button").nth(0).click();
     await page.waitForFunction(() => /“\[CLS\]” looks at “\[CLS\]” \(100 %\)/.test(document.querySelector("#heat-read").textContent));
     await page.selectOption("#sentence", "1");
-    await page.locator("#words button", { hasText: "attention" }).waitFor({ timeout: 60_000 });
+    await page.locator("#words button", { hasText: "attention" }).waitFor({ timeout: 200_000 });
   });
 
   test("kernels are shown in both languages, for every pass, size and type", async () => {
@@ -202,6 +205,28 @@ describe("on a desktop", () => {
     }
   });
 
+  test("light and dark, with everything on the page filled in", async () => {
+    await page.evaluate(() => document.documentElement.dataset.theme === "dark" && document.querySelector("#theme").click());
+    await page.selectOption("#q-len", "1024");
+    await page.selectOption("#kv-len", "1024");
+    await page.selectOption("#mask-preset", "sliding_window");
+    await page.selectOption("#score-preset", "alibi");
+    await page.selectOption("#pass", "forward");
+    await page.selectOption("#dtype", "f32");
+    await page.selectOption("#sentence", "0");
+    await page.locator("#words button", { hasText: "trophy" }).waitFor({ timeout: 200_000 });
+    await page.locator("#words button", { hasText: "it" }).nth(1).click();
+    await page.evaluate(() => (document.activeElement.blur(), scrollTo(0, 0)));
+    const light = await page.evaluate(() => getComputedStyle(document.body).backgroundColor);
+    const start = { clip: { x: 0, y: 0, width: 1280, height: 1130 }, fullPage: true };
+    await picture(page, "demo-desktop-light", start);
+    await picture(page, "demo-whole");
+    await page.locator("#theme").click();
+    assert.notEqual(await page.evaluate(() => getComputedStyle(document.body).backgroundColor), light);
+    await picture(page, "demo-desktop-dark", start);
+    assert.deepEqual(await overflow(page), []);
+  });
+
   test("the address holds the whole state", async () => {
     await page.locator("#mask-editor .cm-content").fill("q >= kv && (q - kv) % 5 == 0 // only here");
     await page.waitForFunction(() => document.querySelector("#mask-about").textContent.startsWith("Edited"));
@@ -231,21 +256,6 @@ describe("on a desktop", () => {
     }
   });
 
-  test("themes", async () => {
-    await page.goto(server.url);
-    await page.waitForSelector("html[data-ready=true]");
-    await page.evaluate(() => document.documentElement.dataset.theme === "dark" && document.querySelector("#theme").click());
-    await page.locator("#weights").scrollIntoViewIfNeeded();
-    await page.locator("#words button").first().waitFor({ timeout: 60_000 });
-    await page.evaluate(() => scrollTo(0, 0));
-    const light = await page.evaluate(() => getComputedStyle(document.body).backgroundColor);
-    await picture(page, "demo-desktop-light");
-    await page.locator("#theme").click();
-    assert.notEqual(await page.evaluate(() => getComputedStyle(document.body).backgroundColor), light);
-    await picture(page, "demo-desktop-dark");
-    assert.deepEqual(await overflow(page), []);
-  });
-
   test("the page had nothing to complain about", () => assert.deepEqual(complaints, []));
 });
 
@@ -266,12 +276,14 @@ describe("on a phone", () => {
     });
     assert.deepEqual(boxes, boxes.toSorted((a, b) => a - b));
     await page.locator("#weights").scrollIntoViewIfNeeded();
-    await page.locator("#words button").first().waitFor({ timeout: 60_000 });
+    await page.locator("#words button").first().waitFor({ timeout: 200_000 });
     assert.deepEqual(await overflow(page), []);
     await page.evaluate(() => scrollTo(0, 0));
-    await picture(page, "demo-phone-dark");
+    // The first screens: whole, it would be a strip too thin to look at.
+    const start = { clip: { x: 0, y: 0, width: 390, height: 1500 }, fullPage: true };
+    await picture(page, "demo-phone-dark", start);
     await page.locator("#theme").click();
-    await picture(page, "demo-phone-light");
+    await picture(page, "demo-phone-light", start);
     assert.deepEqual(complaints, []);
   });
 });

@@ -4,8 +4,8 @@
 //! cargo xtask test [--install] [--full] [SUITE..]   every suite, or the named ones
 //! cargo xtask test --list                           the suites and what each needs
 //! cargo xtask emulate [--kernel K] [--loader L] ..  what a Metal kernel does, counted in the emulator
-//! cargo xtask web [--package]                       the npm package and the demo page
-//! cargo xtask serve [--port N]                      the demo page in a browser
+//! cargo xtask web [--install] [--package]           the npm package and the demo page
+//! cargo xtask serve [--install] [--port N]          the demo page in a browser
 //! ```
 
 mod drivers;
@@ -27,9 +27,10 @@ usage: cargo xtask COMMAND
       --full       everything: every dtype on every tier, long property tests, mutants
       --list       name the suites and what each of them needs
   emulate [--kernel K] [--json] ..      run a Metal kernel in the emulator and print what it did (--help)
-  web [--package]                       build the npm package (web/dist) and the demo page (web/demo/dist)
+  web [--install] [--package]           build the npm package (web/dist) and the demo page (web/demo/dist)
+      --install    bring what is missing, as above
       --package    only the package
-  serve [--port N]                      show the demo page on localhost, built first if it is not there
+  serve [--install] [--port N]          show the demo page on localhost, built first if it is not there
 ";
 
 fn main() -> ExitCode {

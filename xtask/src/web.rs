@@ -4,7 +4,7 @@
 //! wasm-opt, tsc, vite. What they need comes from npm by `web/package-lock.json`, but for wasm-bindgen's
 //! command, which has to be of the same version as the crate.
 
-use crate::machine::{cargo_with_profile, rustup_has};
+use crate::machine::{self, Need, cargo_with_profile, rustup_has};
 use crate::process::{Program, on_path};
 use std::fs;
 use std::io::{Read, Write};
@@ -16,21 +16,17 @@ type Outcome = Result<bool, Box<dyn std::error::Error>>;
 /// The most that the module may weigh on the wire.
 const MODULE_CEILING: u64 = 500_000;
 
-/// `cargo xtask web [--package]`
+/// `cargo xtask web [--install] [--package]`
 pub(crate) fn main(mut arguments: lexopt::Parser) -> Outcome {
-    let mut demo = true;
+    let (mut demo, mut install) = (true, false);
     while let Some(argument) = arguments.next()? {
         match argument {
             lexopt::Arg::Long("package") => demo = false,
+            lexopt::Arg::Long("install") => install = true,
             other => return Err(other.unexpected().into()),
         }
     }
-    npm_packages()?;
-    wasm()?;
-    package()?;
-    if demo {
-        page()?;
-    }
+    build(install, demo)?;
     let small = sizes()? <= MODULE_CEILING;
     if !small && !builds_std() {
         println!(
@@ -40,20 +36,35 @@ pub(crate) fn main(mut arguments: lexopt::Parser) -> Outcome {
     Ok(small || !builds_std())
 }
 
-/// `cargo xtask serve [--port N]`
+fn build(install: bool, demo: bool) -> Result<(), Box<dyn std::error::Error>> {
+    let needs = [Need::WasmStd, Need::Node, Need::WebPackages];
+    if install {
+        machine::install(&needs);
+    }
+    let lacking: Vec<&str> = needs.iter().filter(|need| !need.is_met()).map(|need| need.what()).collect();
+    if !lacking.is_empty() {
+        return Err(format!("needs {}; --install brings it on Debian and Ubuntu", lacking.join("; ")).into());
+    }
+    wasm()?;
+    package()?;
+    if demo {
+        page()?;
+    }
+    Ok(())
+}
+
+/// `cargo xtask serve [--install] [--port N]`
 pub(crate) fn serve(mut arguments: lexopt::Parser) -> Outcome {
-    let mut port = 4173;
+    let (mut port, mut install) = (4173, false);
     while let Some(argument) = arguments.next()? {
         match argument {
+            lexopt::Arg::Long("install") => install = true,
             lexopt::Arg::Long("port") => port = lexopt::ValueExt::parse(&arguments.value()?)?,
             other => return Err(other.unexpected().into()),
         }
     }
     if !Path::new("web/demo/dist/index.html").is_file() {
-        npm_packages()?;
-        wasm()?;
-        package()?;
-        page()?;
+        build(install, true)?;
     }
     let listener = TcpListener::bind(("127.0.0.1", port))?;
     let address = format!("http://localhost:{}/", listener.local_addr()?.port());
@@ -72,13 +83,6 @@ pub(crate) fn serve(mut arguments: lexopt::Parser) -> Outcome {
 fn step(program: Program) -> Result<(), String> {
     let text = program.to_string();
     if program.run().ok { Ok(()) } else { Err(format!("`{text}` failed")) }
-}
-
-fn npm_packages() -> Result<(), String> {
-    if Path::new("web/node_modules/.package-lock.json").is_file() {
-        return Ok(());
-    }
-    step(Program::words("npm ci --ignore-scripts --no-audit --no-fund").folder("web"))
 }
 
 /// The module and its glue, into `web/wasm`.
@@ -145,9 +149,12 @@ fn bindgen() -> Result<PathBuf, String> {
         return Ok(found);
     }
     let root = crate::target_folder().join("tools/wasm-bindgen");
-    let install =
-        Program::words("cargo install wasm-bindgen-cli --version").arg(version).arg("--root").arg(root);
-    step(install.env("CARGO_TARGET_DIR", crate::target_folder().join("tools/build")))?;
+    let install = Program::words("cargo install wasm-bindgen-cli --bin wasm-bindgen --version").arg(version);
+    // It runs for a second; compiling it for speed would take longer than it could ever save.
+    let install = install.env("CARGO_PROFILE_RELEASE_OPT_LEVEL", "1").env("CARGO_PROFILE_RELEASE_DEBUG", "0");
+    step(
+        install.arg("--root").arg(root).env("CARGO_TARGET_DIR", crate::target_folder().join("tools/build")),
+    )?;
     Ok(own)
 }
 

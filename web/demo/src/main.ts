@@ -266,6 +266,8 @@ function showHeads(): void {
 
 let read: Sentence[] | null = null;
 let weightsDue = 0;
+/** Counts the requests, so that a slow answer does not replace a newer one. */
+let weightsAsked = 0;
 let weightsSeen = false;
 let shownWeights: { all: Float32Array; words: readonly string[] } | null = null;
 
@@ -289,11 +291,13 @@ async function computeWeights(): Promise<void> {
   }
   const sentence = read[state.sentence];
   if (!sentence) return;
+  const asked = ++weightsAsked;
   const { words, q, k } = sentence;
   let attention: Attention | null = null;
   try {
     attention = new Attention(gpu, mods({ batch: 1, heads: q.shape[1], qLen: words.length, kvLen: words.length }));
     const all = await attention.weights(q, k, words.map((_, row) => row));
+    if (asked !== weightsAsked) return;
     shownWeights = { all, words };
     drawWeights();
   } catch (error) {
@@ -433,7 +437,15 @@ function showTier(found: Gpu): void {
   const names = { subgroup: "WebGPU with subgroups", portable: "WebGPU", cpu: "WebAssembly, no GPU" };
   at("device").textContent = `${names[found.tier]} · ${found.adapter}`;
   const sentence = found.tier === "cpu" ? "This page runs on the CPU, in WebAssembly." : `This page runs on ${found.adapter}, with the ${found.tier} kernels.`;
-  at("tier").replaceChildren(sentence, ...(found.notes.length > 0 ? [document.createElement("br"), `Why nothing faster: ${found.notes.join("; ")}.`] : []));
+  const reasons = document.createElement("ul");
+  reasons.append(
+    ...found.notes.map((note) => {
+      const item = document.createElement("li");
+      item.textContent = note;
+      return item;
+    }),
+  );
+  at("tier").replaceChildren(sentence, ...(found.notes.length > 0 ? [" Why nothing faster:", reasons] : []));
 }
 
 // ---------------------------------------------------------------------------------------------

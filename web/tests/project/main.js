@@ -17,9 +17,9 @@ window.project = {
   flexattn,
   ort,
   gpuOf,
-  async golden(name, dtype, tier) {
+  async golden(name, dtype, tier, options) {
     const bytes = new Uint8Array(await (await fetch(`/goldens/${name}.safetensors`)).arrayBuffer());
-    return runGolden(flexattn, await gpuOf(tier), bytes, dtype);
+    return runGolden(flexattn, await gpuOf(tier), bytes, dtype, options);
   },
   worker() {
     return new Worker(new URL("./worker.js", import.meta.url), { type: "module" });
