@@ -364,6 +364,16 @@ fn forward_kernel(call: &Forward<'_>, profile: &Profile) -> Kernel {
     }
 }
 
+/// Refuses row statistics that kernels could not index.
+fn countable(statistics: u64) -> Result<()> {
+    if statistics <= u64::from(u32::MAX) {
+        return Ok(());
+    }
+    Err(Error::overflow(format!(
+        "the call has {statistics} row statistics but they are indexed by u32; split it by batch or head"
+    )))
+}
+
 /// `groups` workgroups as a grid of at most `limit` a side.
 fn fold(groups: u32, limit: u32) -> Result<[u32; 3]> {
     let limit = limit.max(1);
@@ -388,6 +398,7 @@ impl Forward<'_> {
         for (name, operand) in [("q", &self.q), ("k", &self.k), ("v", &self.v), ("out", &self.out)] {
             operand.layout.check_buffer(name, self.dtype, operand.buffer)?;
         }
+        countable(shape.rows() as u64 * (u64::from(self.lse) + u64::from(self.max)))?;
         if !self.scale.is_finite() {
             return Err(Error::shape(format!("scale is {} but must be finite", self.scale)));
         }

@@ -3,6 +3,7 @@
 mod captured;
 mod case;
 mod edges;
+mod random;
 mod wanted;
 
 use flexattn::expr::{Gradient, Input};

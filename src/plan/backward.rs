@@ -313,6 +313,8 @@ impl Backward<'_> {
             )));
         }
         self.dout.layout.check_buffer("dout", self.call.dtype, self.dout.buffer)?;
+        // lse, delta and the sinks' gradient of each row, and that of each head.
+        super::countable(3 * shape.rows() as u64 + shape.q_heads as u64)?;
         let rows = [out[0], out[1], out[2], 1];
         for (name, operand) in [("lse", Some(&self.lse)), ("dlse", self.dlse.as_ref())] {
             let Some(operand) = operand else { continue };

@@ -3,7 +3,7 @@
 use std::rc::Rc;
 
 use flexattn::{
-    Attention, Capture, DType, Gpu, Layout, MaskMod, Saved, ScoreMod, Tensor, Tier, Wanted, masks,
+    Attention, Capture, DType, Gpu, Layout, MaskMod, Profile, Saved, ScoreMod, Tensor, Tier, Wanted, masks,
 };
 use flexattn_testing::problem::Sizes;
 
@@ -40,6 +40,20 @@ fn any_shape_has_the_gradients_of_the_reference() {
             println!("{} {shape:?}", gpu.tier());
             Case { mask: Some(masks::sliding_window(40)), ..Case::new(shape) }.check(&gpu, &[], &[]);
         }
+    }
+}
+
+#[test]
+fn tiles_for_hardware_give_the_same_as_those_for_software() {
+    // Software adapters have rows of their own in the table of tiles.
+    for tier in [Tier::Portable, Tier::Subgroup] {
+        let Ok(gpu) = Gpu::builder().tier(tier).build() else { continue };
+        let mut on = Watched::over(gpu);
+        on.profile = Rc::new(Profile { software: false, ..(*on.profile).clone() });
+        let shape = sizes([1, 2, 1], [70, 100], [64, 64]);
+        let case = Case { mask: Some(masks::sliding_window(40)), ..Case::new(shape) };
+        case.check_forward(&on);
+        case.check(&on, &[], &[]);
     }
 }
 

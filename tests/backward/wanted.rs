@@ -14,18 +14,23 @@ use flexattn_testing::problem::Sizes;
 use super::case::Case;
 use super::tiers;
 
-/// The Cpu tier, with the profile of another if wanted, taking note of the buffers that are created.
+/// A runtime, with another profile if wanted, taking note of the buffers that are created.
 #[derive(Clone)]
-pub(super) struct Watched {
-    cpu: Cpu,
+pub(super) struct Watched<R: Runtime = Cpu> {
+    runtime: R,
     pub(super) profile: Rc<Profile>,
     created: Rc<RefCell<Vec<(String, u64)>>>,
 }
 
+impl<R: Runtime> Watched<R> {
+    pub(super) fn over(runtime: R) -> Self {
+        Self { profile: Rc::new(runtime.profile().clone()), runtime, created: Rc::default() }
+    }
+}
+
 impl Watched {
     fn new() -> Self {
-        let cpu = Cpu::new();
-        Self { profile: Rc::new(cpu.profile().clone()), cpu, created: Rc::default() }
+        Self::over(Cpu::new())
     }
 
     /// Plans for another tier; such plans cannot be run.
@@ -34,8 +39,8 @@ impl Watched {
     }
 }
 
-impl Runtime for Watched {
-    type Buffer = flexattn::cpu::Buffer;
+impl<R: Runtime> Runtime for Watched<R> {
+    type Buffer = R::Buffer;
 
     fn profile(&self) -> &Profile {
         &self.profile
@@ -43,19 +48,19 @@ impl Runtime for Watched {
 
     fn create(&self, label: &str, bytes: u64, usage: Usage) -> flexattn::Result<Self::Buffer> {
         self.created.borrow_mut().push((label.to_owned(), bytes));
-        self.cpu.create(label, bytes, usage)
+        self.runtime.create(label, bytes, usage)
     }
 
     fn size(&self, buffer: &Self::Buffer) -> u64 {
-        self.cpu.size(buffer)
+        self.runtime.size(buffer)
     }
 
     fn write(&self, buffer: &Self::Buffer, offset: u64, bytes: &[u8]) -> flexattn::Result<()> {
-        self.cpu.write(buffer, offset, bytes)
+        self.runtime.write(buffer, offset, bytes)
     }
 
     fn run(&self, dispatches: &[Dispatch<Self::Buffer>]) -> flexattn::Result<()> {
-        self.cpu.run(dispatches)
+        self.runtime.run(dispatches)
     }
 
     fn read(
@@ -63,7 +68,7 @@ impl Runtime for Watched {
         buffer: &Self::Buffer,
         range: Range<u64>,
     ) -> impl Future<Output = flexattn::Result<Vec<u8>>> {
-        self.cpu.read(buffer, range)
+        self.runtime.read(buffer, range)
     }
 }
 
