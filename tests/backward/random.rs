@@ -42,8 +42,8 @@ fn case(seed: u64) -> Case {
         score: Some(score),
         q_offset: (0..batch).map(|_| numbers.below(61) as i32 - 20).collect(),
         kv_len: (0..batch).map(|_| numbers.below(kv_len + 1) as u32).collect(),
-        sinks: if seed % 3 == 0 { numbers.normals(sizes.q_heads) } else { Vec::new() },
-        dlse: if seed % 2 == 0 { numbers.normals(rows) } else { Vec::new() },
+        sinks: if seed.is_multiple_of(3) { numbers.normals(sizes.q_heads) } else { Vec::new() },
+        dlse: if seed.is_multiple_of(2) { numbers.normals(rows) } else { Vec::new() },
     }
 }
 
