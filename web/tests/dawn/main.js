@@ -9,6 +9,8 @@ Object.assign(globalThis, globals);
 // The object that `create` gives must outlive every device made from it.
 const gpu = create([]);
 const full = process.env.FLEXATTN_FULL === "1";
+/** Whose gradients run too: lavapipe takes seconds, and for some tables minutes, to compile one of their kernels. */
+const GRADIENTS = ["abs_table", "all_dims_bias", "all_masked", "antidiagonal", "bias2d_qk", "bias3d_bqk"];
 const folder = new URL("../../../../tests/goldens/", import.meta.url).pathname;
 
 await flexattn.default();
@@ -20,12 +22,14 @@ const tiers = best.tier === "portable" ? [best] : [best, await flexattn.Gpu.crea
 const files = readdirSync(folder).filter((file) => file.endsWith(".safetensors"));
 for (const [index, file] of files.entries()) {
   // Without FLEXATTN_FULL every file runs once, dtypes and tiers in turn.
+  const golden = file.replace(".safetensors", "");
+  const gradients = full || GRADIENTS.includes(golden);
   const all = tiers.flatMap((tier) => ["f32", "f16", "bf16"].map((dtype) => [tier, dtype]));
   for (const [tier, dtype] of full ? all : [all[index % all.length]]) {
-    const name = `${file.replace(".safetensors", "")} ${dtype} ${tier.tier}`;
+    const name = `${golden} ${dtype} ${tier.tier}${gradients ? ", gradients" : ""}`;
     let problem = "";
     try {
-      const verdicts = await runGolden(flexattn, tier, new Uint8Array(readFileSync(join(folder, file))), dtype);
+      const verdicts = await runGolden(flexattn, tier, new Uint8Array(readFileSync(join(folder, file))), dtype, { gradients });
       problem = verdicts.filter(({ pass }) => !pass).map(({ output, mean, max, budget }) => `${output}: mean ${mean}, max ${max}, budget ${JSON.stringify(budget)}`).join("; ");
     } catch (error) {
       problem = String(error);
