@@ -191,8 +191,8 @@ fn dkv_subgroup(
     }
   }
 
-  // k and v that all batch entries share (a batch stride of 0) sum over them.
-  let shared_kv = p.k.y == 0u;
+  // Where all batch entries share k and v, dk has a batch stride of 0 and the sum goes over them.
+  let shared_kv = p.dk.y == 0u;
   let first_b = select(kv_batch, 0u, shared_kv);
   let end_b = select(kv_batch + 1u, p.batch, shared_kv);
   for (var b = first_b; b < end_b; b += 1u) {

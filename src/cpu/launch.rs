@@ -136,7 +136,7 @@ impl<'a> Launch<'a> {
 
     /// Whether all batch entries read the same k and v.
     pub(super) fn shared_kv(&self) -> bool {
-        self.params.k[1] == 0
+        self.params.dk[1] == 0
     }
 
     /// The number of a row in `[B, Hq, L]`.
