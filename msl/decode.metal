@@ -15,7 +15,7 @@ inline ulong partial_stats(constant Params& p) { return ulong(p.batch) * p.q_hea
 inline uint kind_of(thread const Ctx& ctx, uint b, uint h, uint tile) {
   constant Params& p = ctx.p;
   constant uint* header = ctx.tables + p.lists + 4u * (((b % p.mask_batch) * p.mask_heads + h % p.mask_heads) * p.q_blocks);
-  const uint block = tile * TILE_KV / BLOCK;
+  const uint block = tile * TILE / BLOCK;
   // The last run that begins at or before the block, then the last partial block.
   uint first = header[0], end = header[1];
   while (first < end) {
@@ -51,17 +51,17 @@ kernel void split(device const Elem* q [[buffer(0)]],            // [B, Hq, L, D
   const uint id = threadgroup_at.x + threadgroup_at.y * p.fold + p.first_group;
   if (id >= p.groups) return;
   const uint rows = p.group * p.q_len;
-  const uint tile_count = (rows + TILE_Q - 1u) / TILE_Q;
+  const uint tile_count = (rows + TILE_ROWS - 1u) / TILE_ROWS;
   const uint part = id % p.splits;
-  const uint row0 = id / p.splits % tile_count * TILE_Q;
+  const uint row0 = id / p.splits % tile_count * TILE_ROWS;
   const uint kv_head = id / (p.splits * tile_count) % p.kv_heads;
   const uint b = id / (p.splits * tile_count * p.kv_heads);
 
   const Ctx ctx = {p, tables, captures, large};
   const uint kv_len = kv_len_of(ctx, b);
-  const Rows k_rows = {k + p.k.x + ulong(b) * p.k.y + ulong(kv_head) * p.k.z, p.k.w, kv_len};
-  const Rows v_rows = {v + p.v.x + ulong(b) * p.v.y + ulong(kv_head) * p.v.z, p.v.w, kv_len};
-  DECLARE_TILES(tiles);
+  const Rows k_rows = {k + p.k.x + ulong(b) * p.k.y + ulong(kv_head) * p.k.z, p.k.w, kv_len, HEAD_DIM};
+  const Rows v_rows = {v + p.v.x + ulong(b) * p.v.y + ulong(kv_head) * p.v.z, p.v.w, kv_len, V_DIM};
+  DECLARE_TILES(tiles, TILE_ELEMENTS + Q_TILE);
 
   Queries queries;
   queries.b = b;
@@ -80,13 +80,13 @@ kernel void split(device const Elem* q [[buffer(0)]],            // [B, Hq, L, D
     Online online;
     begin(online);
     const uint end = min((part + 1u) * p.split_len, kv_len);
-    for (uint kv = part * p.split_len; kv < end; kv += TILE_KV) {
+    for (uint kv = part * p.split_len; kv < end; kv += TILE) {
       // Heads may have lists of their own: a tile is left out when it is empty for all of the group.
       uint any = EMPTY, kind[ROW_FRAGMENTS];
-      for (uint h = 0; h < min(p.group, p.mask_heads); h++) any |= kind_of(ctx, b, kv_head * p.group + h, kv / TILE_KV);
+      for (uint h = 0; h < min(p.group, p.mask_heads); h++) any |= kind_of(ctx, b, kv_head * p.group + h, kv / TILE);
       if (any == EMPTY) continue;
       #pragma unroll
-      for (uint r = 0; r < ROW_FRAGMENTS; r++) kind[r] = kind_of(ctx, b, uint(queries.h[r]), kv / TILE_KV);
+      for (uint r = 0; r < ROW_FRAGMENTS; r++) kind[r] = kind_of(ctx, b, uint(queries.h[r]), kv / TILE);
       attend(online, queries, ctx, tiles, k_rows, v_rows, kv, kind, chunk, thread_index, lane);
     }
 
@@ -100,7 +100,7 @@ kernel void split(device const Elem* q [[buffer(0)]],            // [B, Hq, L, D
       for (uint g = 0; g < V_GROUPS; g++) {
         #pragma unroll
         for (uint i = 0; i < V_PACK; i++) {
-          uint column = chunk + g * V_COLUMNS + V_PACK * (lane_col(lane) / 2u) + i;
+          uint column = chunk + g * 4 * V_PACK + V_PACK * (lane_col(lane) / 2u) + i;
           float x = online.o[r][g * V_FRAGMENTS + i / 2u].thread_elements()[i % 2u];
           if (column < V_DIM) partials[partial * V_DIM + column] = x;
         }

@@ -1,6 +1,6 @@
 // forward: out = softmax(score_mod(q k^T * scale)) v over the kept pairs, and its lse and max.
 //
-// A threadgroup computes TILE_Q query rows of one head, each simdgroup 8 * ROW_FRAGMENTS of them. It walks
+// A threadgroup computes TILE_ROWS query rows of one head, each simdgroup 8 * ROW_FRAGMENTS of them. It walks
 // the tiles of their block list and attends to each (attend.metal). When v has more columns than V_CHUNK
 // the walk is repeated for each chunk of them.
 #include "common.metal"
@@ -22,17 +22,17 @@ kernel void forward(device const Elem* q [[buffer(0)]],          // [B, Hq, L, D
                     uint lane [[thread_index_in_simdgroup]]) {
   const uint id = threadgroup_at.x + threadgroup_at.y * p.fold + p.first_group;
   if (id >= p.groups) return;
-  const uint tile_count = (p.q_len + TILE_Q - 1u) / TILE_Q;
-  const uint row0 = id % tile_count * TILE_Q;
+  const uint tile_count = (p.q_len + TILE_ROWS - 1u) / TILE_ROWS;
+  const uint row0 = id % tile_count * TILE_ROWS;
   const uint h = id / tile_count % p.q_heads;
   const uint b = id / (tile_count * p.q_heads);
 
   const Ctx ctx = {p, tables, captures, large};
   const uint kv_len = kv_len_of(ctx, b);
-  const Rows q_rows = {q + p.q.x + ulong(b) * p.q.y + ulong(h) * p.q.z, p.q.w, p.q_len};
-  const Rows k_rows = {k + p.k.x + ulong(b) * p.k.y + ulong(h / p.group) * p.k.z, p.k.w, kv_len};
-  const Rows v_rows = {v + p.v.x + ulong(b) * p.v.y + ulong(h / p.group) * p.v.z, p.v.w, kv_len};
-  DECLARE_TILES(tiles);
+  const Rows q_rows = {q + p.q.x + ulong(b) * p.q.y + ulong(h) * p.q.z, p.q.w, p.q_len, HEAD_DIM};
+  const Rows k_rows = {k + p.k.x + ulong(b) * p.k.y + ulong(h / p.group) * p.k.z, p.k.w, kv_len, HEAD_DIM};
+  const Rows v_rows = {v + p.v.x + ulong(b) * p.v.y + ulong(h / p.group) * p.v.z, p.v.w, kv_len, V_DIM};
+  DECLARE_TILES(tiles, TILE_ELEMENTS + Q_TILE);
 
   // A row past the end repeats the last one, and is not stored.
   Queries queries;
@@ -70,14 +70,7 @@ kernel void forward(device const Elem* q [[buffer(0)]],          // [B, Hq, L, D
       float factor = 1.0f / sum;
       if (p.sinks_at != NONE) factor /= 1.0f + exp(as_type<float>(tables[p.sinks_at + h]) - lse);
       device Elem* out_row = out + p.out.x + ulong(b) * p.out.y + ulong(h) * p.out.z + ulong(at) * p.out.w;
-      #pragma unroll
-      for (uint g = 0; g < V_GROUPS; g++) {
-        vec<float, V_PACK> x;
-        #pragma unroll
-        for (uint i = 0; i < V_PACK; i++)
-          x[i] = empty ? 0.0f : online.o[r][g * V_FRAGMENTS + i / 2u].thread_elements()[i % 2u] * factor;
-        write<V_PACK>(out_row, chunk + g * V_COLUMNS + V_PACK * (lane_col(lane) / 2u), V_DIM, x);
-      }
+      store_row<V_PACK, V_GROUPS>(out_row, online.o[r], chunk, V_DIM, empty ? 0.0f : factor, lane);
       if (lane_col(lane) == 0u && chunk == 0u) {
         const ulong stat = ulong(b * p.q_heads + h) * p.q_len + at;
         if (p.lse_at != NONE) stats[p.lse_at + stat] = as_type<float>(empty ? MINUS_INFINITY : as_type<uint>(lse));

@@ -9,6 +9,7 @@
 
 mod files;
 mod fill;
+mod msl_gradient;
 mod msl_table;
 mod params;
 mod table;
@@ -22,7 +23,8 @@ use crate::{DType, Error, Matrices, Profile, Result, Tier};
 
 pub use files::{MSL_FILES, WGSL_FILES};
 pub use fill::Fill;
-pub use msl_table::{Loader, MSL_TILES, MslRow, MslTile};
+pub use msl_gradient::{MSL_GRADIENT_TILES, MslGradientRow, MslGradientTile};
+pub use msl_table::{Loader, MSL_TILES, MetalTile, MslRow, MslTile};
 pub use params::{NONE, Params};
 pub use table::{Adapter, TILES, Tile, TileRow};
 pub use tuning::Tuning;
@@ -225,7 +227,7 @@ pub struct KernelSpec {
     /// The tile, from [`Tile::choose`].
     pub tile: Tile,
     /// The tile of the Metal kernel; without one the kernel is WGSL, on Metal too.
-    pub metal: Option<MslTile>,
+    pub metal: Option<MetalTile>,
     /// Every offset and every stride of q, k, v and out is a multiple of 4 elements, and so are
     /// head_dim and v_dim.
     pub aligned: bool,
@@ -274,12 +276,27 @@ impl KernelSpec {
 
     /// The same as a Metal kernel, if `msl/` has it; otherwise as it was.
     pub fn on_metal(self, loader: Loader) -> Self {
-        let tile = match self.kernel.file() {
-            "forward" => MslTile::choose,
-            "decode" => MslTile::decode,
-            _ => return Self { metal: None, ..self },
+        let &Self { kernel, dtype, head_dim, v_dim, .. } = &self;
+        let metal = match kernel {
+            Kernel::Forward => Some(MetalTile::Attend(MslTile::choose(loader, dtype, head_dim, v_dim))),
+            Kernel::DecodeSplit | Kernel::DecodeCombine => {
+                Some(MetalTile::Attend(MslTile::decode(loader, dtype, head_dim, v_dim)))
+            }
+            Kernel::Delta => Some(MetalTile::Rows { loader, threads: 64 }),
+            Kernel::Dsink => Some(MetalTile::Rows { loader, threads: 32 }),
+            Kernel::Dq | Kernel::Dkv => {
+                Some(MetalTile::Gradient(MslGradientTile::choose(kernel, loader, dtype, head_dim, v_dim)))
+            }
+            Kernel::ForwardSubgroup
+            | Kernel::ForwardCoop
+            | Kernel::DecodeSubgroup
+            | Kernel::Merge
+            | Kernel::DqSubgroup
+            | Kernel::DkvSubgroup
+            | Kernel::CapturedRows
+            | Kernel::CapturedColumns
+            | Kernel::CapturedScatter => None,
         };
-        let metal = Some(tile(loader, self.dtype, self.head_dim, self.v_dim));
         Self { metal, ..self }
     }
 
@@ -334,7 +351,7 @@ impl KernelSpec {
     /// Query rows of one workgroup.
     pub fn tile_q(&self) -> u32 {
         match self.metal {
-            Some(tile) => tile.tile_q(),
+            Some(tile) => tile.rows(),
             None => self.tile.tile_q(self.kernel),
         }
     }
@@ -441,11 +458,10 @@ impl KernelSpec {
     /// The text of a Metal kernel. The two loaders have the same functions, so that a kernel includes
     /// one and gets either.
     fn msl(&self, file: &str) -> Result<String> {
-        let loader = self.metal.map_or(Loader::Staged, |tile| tile.loader);
-        let tile =
-            self.metal.unwrap_or_else(|| MslTile::choose(loader, self.dtype, self.head_dim, self.v_dim));
+        let metal = self.metal.or_else(|| self.clone().on_metal(Loader::Staged).metal);
+        let tile = metal.ok_or_else(|| Error::unsupported(format!("there is no Metal tile for {file}")))?;
         let mut files = MSL_FILES.to_vec();
-        if loader == Loader::Direct {
+        if tile.loader() == Loader::Direct {
             let direct = MSL_FILES.iter().find(|(name, _)| *name == "load_direct.metal");
             let staged = files.iter_mut().find(|(name, _)| *name == "load_staged.metal");
             if let (Some((_, direct)), Some((_, text))) = (direct, staged) {
@@ -463,6 +479,11 @@ impl KernelSpec {
         fill.constant("Elem", element)?;
         for (name, value) in tile.constants(self.head_dim, self.v_dim) {
             fill.constant(name, &value.to_string())?;
+        }
+        if self.kernel == Kernel::Dkv {
+            for (name, wanted) in ["DK", "DV"].into_iter().zip(self.dkv) {
+                fill.constant(name, if wanted { "1" } else { "0" })?;
+            }
         }
         for (slot, text) in lower::slots(&self.mods, &self.layout, Language::Msl)? {
             fill.slot(slot, &text)?;

@@ -201,6 +201,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// How the Metal kernels load on this adapter, where they run.
+fn metal_loader(profile: &Profile) -> Option<Loader> {
+    let loader = if profile.load_direct { Loader::Direct } else { Loader::Staged };
+    (profile.tier == Tier::Metal).then_some(loader)
+}
+
 impl Cache {
     /// Kernels, block lists and packed captures held, for tests and reports.
     pub fn held(&self) -> [usize; 3] {
@@ -532,11 +538,7 @@ impl Cache {
             f16: if native { F16::Native } else { F16::Packed },
             dims,
             tile,
-            metal: (profile.tier == Tier::Metal).then_some(if profile.load_direct {
-                Loader::Direct
-            } else {
-                Loader::Staged
-            }),
+            metal: metal_loader(profile),
             aligned,
             pooled,
             score: score.map(ScoreMod::hash),

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use flexattn::expr::{Expr, Input};
 use flexattn::kernels::{
-    Fill, Kernel, KernelSpec, Language, MSL_FILES, Params, TILES, WGSL_FILES, all_specs,
+    Fill, Kernel, KernelSpec, Language, Loader, MSL_FILES, Params, TILES, WGSL_FILES, all_specs,
 };
 use flexattn::lower::{Layout, Mods};
 use flexattn::{DType, MaskMod, ScoreMod, masks, scores};
@@ -236,6 +236,47 @@ fn prebuilt_mods_give_the_stored_kernels_and_each_is_valid() {
         valid_wgsl(name, &text);
         snapshot(&format!("wgsl/{name}.wgsl"), &text);
     }
+}
+
+/// What Apple's compiler should see: the Metal kernels with each prebuilt mask and score mod, and every
+/// Metal kernel by itself with both loaders.
+#[test]
+fn prebuilt_mods_give_the_stored_metal_kernels() {
+    for (name, spec) in prebuilt_kernels() {
+        let text = spec.on_metal(Loader::Staged).text(Language::Msl).unwrap();
+        snapshot(&format!("msl/{name}.metal"), &text);
+    }
+    for &kernel in Kernel::ALL {
+        for loader in Loader::ALL {
+            let spec = KernelSpec::new(kernel, DType::F16, 64, 64, 16 << 10).unwrap().on_metal(loader);
+            if spec.metal.is_some() {
+                let text = spec.text(Language::Msl).unwrap();
+                snapshot(&format!("msl/kernel_{}_{}.metal", kernel.entry(), loader.name()), &text);
+            }
+        }
+    }
+}
+
+#[test]
+fn metal_files_and_table_agree() {
+    let on_disk: BTreeSet<String> = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/msl"))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    let embedded: BTreeSet<String> = MSL_FILES.iter().map(|(name, _)| (*name).to_owned()).collect();
+    assert_eq!(on_disk, embedded);
+    let with_entries: BTreeSet<String> = MSL_FILES
+        .iter()
+        .filter(|(_, text)| text.contains("\nkernel void "))
+        .map(|(name, _)| (*name).to_owned())
+        .collect();
+    let on_metal = |kernel: &&Kernel| {
+        let spec = KernelSpec::new(**kernel, DType::F16, 64, 64, 16 << 10).unwrap();
+        spec.on_metal(Loader::Direct).metal.is_some()
+    };
+    let of_kernels: BTreeSet<String> =
+        Kernel::ALL.iter().filter(on_metal).map(|kernel| format!("{}.metal", kernel.file())).collect();
+    assert_eq!(with_entries, of_kernels);
 }
 
 #[test]

@@ -15,3 +15,4 @@ mod kernels;
 mod launch;
 mod masks;
 mod metal;
+mod metal_gradients;

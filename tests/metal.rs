@@ -4,7 +4,7 @@
 
 use flexattn::kernels::{Kernel, KernelSpec, Language, Loader, MSL_FILES, MslTile};
 use flexattn::{Attention, Capture, DType, MaskMod, Runtime, ScoreMod, Tensor, Tier, masks, scores};
-use flexattn_emulator::{Case, Emulator, Kernels, Math, Measurement, MmaOrder, Options, lint};
+use flexattn_emulator::{Bound, Case, Emulator, Kernels, Math, Measurement, Memory, MmaOrder, Options, lint};
 use flexattn_testing::{Budget, Golden};
 
 /// An emulated GPU, or the reason why there is none.
@@ -310,10 +310,17 @@ fn filled_texts_keep_the_rules() {
     let score = ScoreMod::new(|s| s.score() + slope.at([s.head()]) * (s.kv() - s.q()).to_f32());
     for loader in Loader::ALL {
         for dtype in DType::ALL {
-            for (head_dim, v_dim) in DIMS {
-                let mut spec = KernelSpec::new(Kernel::Forward, dtype, head_dim, v_dim, 32 << 10)
-                    .unwrap()
-                    .on_metal(loader);
+            let kernels = [Kernel::Forward, Kernel::DecodeSplit, Kernel::Delta, Kernel::Dq, Kernel::Dkv];
+            for (kernel, (head_dim, v_dim)) in
+                kernels.iter().flat_map(|kernel| DIMS.map(|dims| (*kernel, dims)))
+            {
+                let mut spec =
+                    KernelSpec::new(kernel, dtype, head_dim, v_dim, 32 << 10).unwrap().on_metal(loader);
+                if kernel == Kernel::Delta {
+                    assert!(lint(&spec.text(Language::Msl).unwrap()).is_empty());
+                    continue;
+                }
+                spec.mods.grad = kernel.is_backward();
                 spec.mods.score = Some(score.expr().clone());
                 spec.mods.mask = Some(masks::causal().expr().clone());
                 spec.layout = flexattn::lower::Layout::new([score.expr()], None);
@@ -324,7 +331,34 @@ fn filled_texts_keep_the_rules() {
     }
 }
 
-// ---- known bugs of other Metal kernels (notes on each: the project and its issue) ------------------
+// ---- known bugs of other Metal kernels --------------------------------------------------------------
+//
+// | | bug | here |
+// |---|---|---|
+// | 1 | mlx 2395, 2608, 2626: garbage or NaN in rows with nothing kept | a_row_with_nothing_kept_is_zero_and_its_lse_minus_infinity |
+// | 2 | mlx 2835: causal means two things when lengths differ | causal_masks_of_unequal_lengths_are_what_they_say |
+// | 3 | mlx 3897: f32 at the precision of TF32 | float_keeps_the_precision_of_float |
+// | 4 | mlx 3885: head_dim 512 falls back in silence | head_dim_512_runs_the_metal_kernel |
+// | 5 | mlx 2096: NaN from a broadcast additive mask | an_additive_mask_that_rows_share_gives_no_nan |
+// | 6 | mlx, two-pass decode: keys after the last whole part dropped | parts_of_any_length_cover_every_key (tests/emulator/tests/decode.rs) |
+// | 7 | candle 3388, 3690: NaN with grouped heads and a rectangular mask | grouped_heads_with_a_rectangular_mask_are_finite |
+// | 8 | candle 3625: causal and mask applied twice | a_mask_that_is_applied_twice_is_the_same_mask |
+// | 9 | candle 3852: a ragged end reads past k and v | keys_past_kv_len_are_never_read |
+// | 10 | pytorch 156707: as 1 | as 1 |
+// | 11 | pytorch 174861: two-pass decode reads out of bounds | parts_of_any_length_cover_every_key |
+// | 12 | pytorch 188147: NaN in q swallowed | a_nan_in_a_query_makes_its_row_nan_and_no_other |
+// | 13 | pytorch 149132: crash with grouped heads and a mask; 149261: buffers over 2^32 bytes; 147443: 5-D inputs crash | as 7; offsets_of_batch_entries_have_64_bits (tests/emulator/tests/forward.rs); shapes have four dims by their type |
+// | 14 | pytorch 195163: MPSGraph multiplies wrongly | does not apply: nothing here uses it, neither as a part nor as the truth |
+// | 15 | pytorch 182256: lane layouts of cooperative tensors differ per GPU | does not apply to simdgroup matrices; the probe checks their layout: the_canary_gives_what_the_probe_expects |
+// | 16 | llama.cpp 28602: support decided by head_dim alone | v_dim_may_differ_from_head_dim |
+// | 17 | llama.cpp 9187: ALiBi and softcap imprecise | alibi_after_softcap_is_precise |
+// | 18 | llama.cpp 5021: more threadgroup memory than there is | every_tile_declares_the_threadgroup_memory_it_states_and_at_most_32_kib |
+// | 19 20 21 | llama.cpp 17986, 21048, drjit-core 200: operand types and shapes of matmul2d | do not apply: no kernel uses tensor operations |
+// | 22 23 | metal-flash-attention 14, 29, 32, 33: asynchronous copies and their assembly | do not apply: refused by a lint, every_metal_file_compiles_as_it_stands_and_keeps_the_rules |
+// | 24 | wgpu 3181: a barrier elided on M1 Max | a compiler's bug, which no emulation shows; every_barrier_is_needed (tests/emulator/tests/mutants.rs) says that ours are not redundant |
+// | 25 | mpsops 66eb43d: a bias's offset overflows; 0932808: offsets of a batch in pieces | captured_tensors_are_indexed_with_32_bits; pieces_of_a_dispatch_give_what_the_whole_gives (forward.rs) |
+// | 26 | llama.cpp: row indices of 16 bits | row_indices_have_32_bits |
+// | 27 | pytorch: strides of 32 bits | offsets_of_batch_entries_have_64_bits |
 
 /// Attention in both loaders: out and lse, f16 unless said otherwise.
 fn both(run: impl Fn(&Emulator)) {
@@ -401,6 +435,38 @@ fn head_dim_512_runs_the_metal_kernel() {
         let records = emulator.take_records();
         assert!(records.iter().all(|record| record.counters.mma > 0), "{records:?}");
     });
+}
+
+/// mlx 2096: NaN from an additive mask that is broadcast over heads and queries.
+#[test]
+fn an_additive_mask_that_rows_share_gives_no_nan() {
+    both(|emulator| {
+        let x = numbers(15, 2 * 70 * 32);
+        let kept = |kv: usize| kv % 3 != 1 && kv < 40;
+        let bias: Vec<f32> = (0..70).map(|kv| if kept(kv) { 0.0 } else { f32::NEG_INFINITY }).collect();
+        let bias = Capture::f32("bias", &bias, &[1, 70]).unwrap();
+        let additive = ScoreMod::new(|s| s.score() + bias.at([0.into(), s.kv()]));
+        let dropping = MaskMod::new(|i| (i.kv() % 3).ne(1) & i.kv().lt(40));
+        let shapes = [(&x[..], [1, 2, 70, 32]); 3];
+        let (out, lse) = attend(emulator, Attention::new().score_mod(additive), DType::F16, shapes);
+        assert!(out.iter().chain(&lse).all(|x| x.is_finite()));
+        assert_eq!((out, lse), attend(emulator, Attention::new().mask_mod(dropping), DType::F16, shapes));
+    });
+}
+
+/// pytorch 182256: where a lane finds its elements is no promise of Metal, so the probe looks.
+#[test]
+fn the_canary_gives_what_the_probe_expects() {
+    let Some(_) = emulator(Loader::Direct) else { return };
+    let text = include_str!("../src/gpu/canary.metal");
+    assert_eq!(lint(text), []);
+    let kernel = flexattn_emulator::Kernel::compile(text).unwrap();
+    let product = Memory::new(256);
+    let bound = [Bound::whole(0, &product)];
+    let outcome = kernel.launch("canary", &bound, [1, 1, 1], [32, 1, 1], &Options::default()).unwrap();
+    assert!(outcome.reports.is_empty());
+    let numbers: Vec<f32> = (0..64).map(|i| i as f32).collect();
+    assert_eq!(DType::F32.widen(&product.read(0, 256)), numbers);
 }
 
 /// candle 3388 and 3690, pytorch 149132: NaN or a crash with grouped heads and a mask that is not square.

@@ -235,11 +235,11 @@ async fn metal(adapter: &wgpu::Adapter, device: &Device, family: Option<u32>) ->
         .try_kernel(module, "canary", 256)
         .await
         .map_err(|error| format!("the canary kernel failed: {error}"))?;
-    if product
-        .chunks_exact(4)
-        .any(|bytes| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]) != 8.0)
-    {
-        return Err("the canary kernel multiplied 8x8 matrices wrongly".into());
+    let numbers = product.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
+    if !numbers.eq((0..64).map(|i| i as f32)) {
+        return Err(
+            "the canary kernel multiplied 8x8 matrices wrongly, or its lanes hold other elements".into()
+        );
     }
     Ok(format!("family Apple{family}, simdgroup matrices work"))
 }

@@ -112,12 +112,17 @@ pub const WGSL_FILES: &[(&str, &str)] = &[
 /// Name and text of every file in `msl/`.
 pub const MSL_FILES: &[(&str, &str)] = &[
     ("attend.metal", text!("../../msl/attend.metal")),
+    ("backward.metal", text!("../../msl/backward.metal")),
     ("common.metal", text!("../../msl/common.metal")),
     ("decode.metal", text!("../../msl/decode.metal")),
+    ("delta.metal", text!("../../msl/delta.metal")),
     ("forward.metal", text!("../../msl/forward.metal")),
     ("load_direct.metal", text!("../../msl/load_direct.metal")),
     ("load_staged.metal", text!("../../msl/load_staged.metal")),
     ("mods.metal", text!("../../msl/mods.metal")),
+    ("mods_grad.metal", text!("../../msl/mods_grad.metal")),
+    ("product.metal", text!("../../msl/product.metal")),
+    ("recompute.metal", text!("../../msl/recompute.metal")),
     ("tile.metal", text!("../../msl/tile.metal")),
     ("walk.metal", text!("../../msl/walk.metal")),
 ];

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::MslGradientTile;
 use crate::DType;
 
 /// How fragments reach the registers of a simdgroup.
@@ -117,7 +118,7 @@ pub const MSL_TILES: &[MslRow] = &[
 ];
 
 /// How a Metal kernel cuts its work: a row of the table, fitted to the dims. The fields are the
-/// constants of `msl/tile.metal`.
+/// constants of `msl/tile.metal` and `msl/attend.metal`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MslTile {
     /// How fragments are loaded.
@@ -231,7 +232,7 @@ impl MslTile {
         self.row_fragments * (out + scores + q)
     }
 
-    /// The constants of `msl/tile.metal`.
+    /// The constants of `msl/forward.metal` and `msl/decode.metal`.
     pub(super) fn constants(&self, head_dim: u32, v_dim: u32) -> [(&'static str, u32); 10] {
         [
             ("HEAD_DIM", head_dim),
@@ -245,6 +246,79 @@ impl MslTile {
             ("V_CHUNK", self.v_chunk),
             ("STAGE", self.stage),
         ]
+    }
+}
+
+/// How any Metal kernel cuts its work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum MetalTile {
+    /// Forward and decode.
+    Attend(MslTile),
+    /// dq and dkv.
+    Gradient(MslGradientTile),
+    /// What goes through rows without matrix products.
+    Rows {
+        /// The loader of the other kernels of the call; nothing here depends on it.
+        loader: Loader,
+        /// Threads of a threadgroup.
+        threads: u32,
+    },
+}
+
+impl fmt::Display for MetalTile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Attend(tile) => tile.fmt(f),
+            Self::Gradient(tile) => tile.fmt(f),
+            Self::Rows { threads, .. } => write!(f, "metal-t{threads}"),
+        }
+    }
+}
+
+impl MetalTile {
+    /// How fragments are loaded.
+    pub const fn loader(&self) -> Loader {
+        match self {
+            Self::Attend(tile) => tile.loader,
+            Self::Gradient(tile) => tile.loader,
+            Self::Rows { loader, .. } => *loader,
+        }
+    }
+
+    /// Threads of a threadgroup.
+    pub const fn threads(&self) -> u32 {
+        match self {
+            Self::Attend(tile) => tile.threads(),
+            Self::Gradient(tile) => tile.threads(),
+            Self::Rows { threads, .. } => *threads,
+        }
+    }
+
+    /// Rows of a threadgroup: of q, or of k and v in dkv.
+    pub const fn rows(&self) -> u32 {
+        match self {
+            Self::Attend(tile) => tile.tile_q(),
+            Self::Gradient(tile) => tile.rows(),
+            Self::Rows { .. } => 8,
+        }
+    }
+
+    /// Bytes of threadgroup memory.
+    pub const fn threadgroup_memory(&self) -> u32 {
+        match self {
+            Self::Attend(tile) => tile.threadgroup_memory(),
+            Self::Gradient(tile) => tile.threadgroup_memory(),
+            Self::Rows { .. } => 0,
+        }
+    }
+
+    /// The constants of the kernel's text.
+    pub(super) fn constants(&self, head_dim: u32, v_dim: u32) -> Vec<(&'static str, u32)> {
+        match self {
+            Self::Attend(tile) => tile.constants(head_dim, v_dim).to_vec(),
+            Self::Gradient(tile) => tile.constants(head_dim, v_dim).to_vec(),
+            Self::Rows { .. } => vec![("V_DIM", v_dim)],
+        }
     }
 }
 

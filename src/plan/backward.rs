@@ -417,7 +417,7 @@ impl Passes<'_> {
 
     /// Workgroups that `length` rows of one head take.
     fn tiles(&self, kernel: Kernel, length: usize) -> Result<u64> {
-        Ok((length as u64).div_ceil(self.tile(kernel)?.tile_q(kernel).into()))
+        Ok((length as u64).div_ceil(self.spec(kernel, &[])?.tile_q().into()))
     }
 
     /// Launches of a kernel over `groups` workgroups, each within the budget of a submit.
@@ -470,13 +470,14 @@ impl Passes<'_> {
             Kernel::Dkv | Kernel::DkvSubgroup => [wanted.k, wanted.v],
             _ => [true; 2],
         };
+        let metal = super::metal_loader(self.profile);
         let key = SpecKey {
             kernel,
             dtype: call.dtype,
             f16,
             dims,
             tile,
-            metal: None,
+            metal,
             aligned,
             pooled: false,
             score: mods.score.as_ref().map(crate::expr::Expr::hash),
@@ -487,19 +488,25 @@ impl Passes<'_> {
         };
         // The capture that lives on the device takes the binding of the packed ones.
         let layout = lower::Layout { large: None, ..self.mods.layout.clone() };
-        Ok(self.cache.spec_or(key, || KernelSpec {
-            kernel,
-            dtype: call.dtype,
-            f16,
-            head_dim: dims[0],
-            v_dim: dims[1],
-            tile,
-            metal: None,
-            aligned,
-            pooled: false,
-            dkv,
-            mods,
-            layout,
+        Ok(self.cache.spec_or(key, || {
+            let spec = KernelSpec {
+                kernel,
+                dtype: call.dtype,
+                f16,
+                head_dim: dims[0],
+                v_dim: dims[1],
+                tile,
+                metal: None,
+                aligned,
+                pooled: false,
+                dkv,
+                mods,
+                layout,
+            };
+            match metal {
+                Some(loader) => spec.on_metal(loader),
+                None => spec,
+            }
         }))
     }
 }

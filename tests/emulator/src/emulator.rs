@@ -32,6 +32,8 @@ pub struct Mutation {
     pub to: String,
     /// Which of its occurrences, from 0.
     pub nth: usize,
+    /// Only in the kernel with this entry; otherwise in all.
+    pub entry: Option<&'static str>,
 }
 
 impl Mutation {
@@ -125,7 +127,7 @@ impl Emulator {
         Self { math, shared: Arc::default(), ..self }
     }
 
-    /// The same with a mistake in the text of every kernel.
+    /// The same with a mistake in the texts of its kernels.
     #[must_use]
     pub fn with_mutation(self, mutation: Mutation) -> Self {
         Self { mutation: Some(mutation), shared: Arc::default(), ..self }
@@ -158,7 +160,9 @@ impl Emulator {
             let Translated { text, entry, sized } = translate(&spec.text(Language::Wgsl)?, spec.entry())?;
             (text, entry, sized)
         };
-        let text = self.mutation.as_ref().map_or(Ok(text.clone()), |mutation| mutation.apply(&text))?;
+        let here = |mutation: &&Mutation| mutation.entry.is_none_or(|entry| entry == spec.entry());
+        let mutation = self.mutation.as_ref().filter(here);
+        let text = mutation.map_or(Ok(text.clone()), |mutation| mutation.apply(&text))?;
         let compiled = Compiled { kernel: Kernel::compile_as(&text, self.math)?, entry, sized };
         Ok(lock(&self.shared.kernels).entry(spec.key()).or_insert(Arc::new(compiled)).clone())
     }

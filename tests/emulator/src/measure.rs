@@ -3,7 +3,9 @@
 use flexattn::expr::{Env, Point, Program};
 use flexattn::kernels::Loader;
 use flexattn::reference::{self, Problem};
-use flexattn::{Attention, AttentionShape, DType, Error, Layout, MaskMod, Result, ScoreMod, Tensor, Tier};
+use flexattn::{
+    Attention, AttentionShape, DType, Error, Layout, MaskMod, Result, Saved, ScoreMod, Tensor, Tier, Wanted,
+};
 
 use crate::emulator::{Emulator, Record};
 use crate::launch::{Counters, Options};
@@ -54,7 +56,7 @@ impl Kernels {
     }
 }
 
-/// A forward call to measure: one batch entry, contiguous tensors.
+/// A call to measure: one batch entry, contiguous tensors.
 #[derive(Clone, Debug)]
 pub struct Case {
     /// Which kernels run.
@@ -113,16 +115,56 @@ impl Case {
     ///
     /// As [`Case::measure`].
     pub fn measure_on(&self, emulator: &Emulator) -> Result<Vec<Measurement>> {
-        let &Self { dtype, q_heads, kv_heads, q_len, kv_len, head_dim, .. } = self;
-        let shapes =
-            [[1, q_heads, q_len, head_dim], [1, kv_heads, kv_len, head_dim], [1, kv_heads, kv_len, head_dim]];
-        let [q, k, v] = [0, 1, 2].map(|i| numbers(shapes[i].iter().product(), i as u64 + 1, dtype));
-        let tensor = |values: &[f32], shape: [usize; 4]| {
-            let tensor = Tensor::zeros(emulator, dtype, shape)?;
-            tensor.buffer().write(0, &dtype.narrow(values));
-            Ok::<_, Error>(tensor)
-        };
-        let [tq, tk, tv] = [tensor(&q, shapes[0])?, tensor(&k, shapes[1])?, tensor(&v, shapes[2])?];
+        let inputs = Inputs::new(self, emulator)?;
+        let output = self.attention().forward(emulator, &inputs.q, &inputs.k, &inputs.v)?;
+        let gold = reference::forward(&inputs.problem(self)?)?.out;
+        let records = emulator.take_records();
+        self.compare("out", &output.out, &gold, 1.0, &records)?;
+        self.measurements(records)
+    }
+
+    /// Runs the gradients of q, k and v, after a forward call on a sound emulator, checks them against
+    /// the reference, and gives what each dispatch did.
+    ///
+    /// # Errors
+    ///
+    /// As [`Case::measure`].
+    pub fn measure_backward(&self) -> Result<Vec<Measurement>> {
+        let emulator = self.kernels.emulator()?;
+        emulator.set_options(Options { count_unique: true, ..Options::default() });
+        self.measure_backward_on(&emulator)
+    }
+
+    /// The same on an emulator with options of its own.
+    ///
+    /// # Errors
+    ///
+    /// As [`Case::measure`].
+    pub fn measure_backward_on(&self, emulator: &Emulator) -> Result<Vec<Measurement>> {
+        let sound = self.kernels.emulator()?;
+        let inputs = Inputs::new(self, &sound)?;
+        let attention = self.attention().with_lse(true);
+        let output = attention.forward(&sound, &inputs.q, &inputs.k, &inputs.v)?;
+        let dout_shape = output.out.shape();
+        let dout = numbers(dout_shape.iter().product(), 4, self.dtype);
+        let dlse = numbers(self.q_heads * self.q_len, 5, DType::F32);
+        let gold = reference::backward(&inputs.problem(self)?, &dout, &dlse)?;
+        let dout = tensor(emulator, self.dtype, &dout, dout_shape)?;
+        let dlse = tensor(emulator, DType::F32, &dlse, [1, self.q_heads, self.q_len, 1])?;
+        let saved = Saved::new(&inputs.q, &inputs.k, &inputs.v, &output)?;
+        let found = attention.backward(emulator, &saved, &dout, Some(&dlse), &Wanted::qkv())?;
+        let records = emulator.take_records();
+        for (name, tensor, gold) in
+            [("dq", &found.dq, &gold.dq), ("dk", &found.dk, &gold.dk), ("dv", &found.dv, &gold.dv)]
+        {
+            let tensor = tensor.as_ref().ok_or_else(|| Error::unsupported(format!("there is no {name}")))?;
+            let largest = gold.iter().fold(1.0, |largest: f64, x| largest.max(x.abs()));
+            self.compare(name, tensor, gold, largest, &records)?;
+        }
+        self.measurements(records)
+    }
+
+    fn attention(&self) -> Attention {
         let mut attention = Attention::new().q_offset(self.q_offset);
         if let Some(mask) = &self.mask {
             attention = attention.mask_mod(mask.clone());
@@ -130,34 +172,36 @@ impl Case {
         if let Some(score) = &self.score {
             attention = attention.score_mod(score.clone());
         }
-        let output = attention.forward(emulator, &tq, &tk, &tv)?;
+        attention
+    }
 
-        let shape = AttentionShape::new(
-            &Layout::contiguous(shapes[0])?,
-            &Layout::contiguous(shapes[1])?,
-            &Layout::contiguous(shapes[2])?,
-        )?;
-        let offsets = [self.q_offset];
-        let problem = Problem {
-            mask_mod: self.mask.as_ref(),
-            score_mod: self.score.as_ref(),
-            q_offset: &offsets,
-            ..Problem::new(shape, &q, &k, &v)
-        };
-        let gold = reference::forward(&problem)?.out;
-        let bytes = output.out.buffer().read(0, gold.len() * dtype.size());
-        let error =
-            dtype.widen(&bytes).iter().zip(&gold).map(|(a, b)| (f64::from(*a) - b).abs()).fold(0.0, f64::max);
-        let allowed = match dtype {
+    /// An error when `tensor` is not `gold`, whose largest value is `scale`.
+    fn compare(
+        &self,
+        name: &str,
+        tensor: &Tensor<Emulator>,
+        gold: &[f64],
+        scale: f64,
+        records: &[Record],
+    ) -> Result<()> {
+        let got = tensor.read()?;
+        let error = |(a, b): (&f32, &f64)| (f64::from(*a) - b).abs();
+        // A NaN is larger than anything.
+        let largest = |worst: f64, error: f64| if worst.is_nan() || error <= worst { worst } else { error };
+        let error = got.iter().zip(gold).map(error).fold(0.0, largest) / scale;
+        let allowed = match self.dtype {
             DType::F32 => 1e-5,
             DType::F16 => 1e-3,
             DType::BF16 => 1e-2,
         };
-        let records = emulator.take_records();
-        if error.is_nan() || error > allowed {
-            let label = records.first().map_or("forward", |record| record.label.as_str());
-            return Err(Error::compile(label, format!("out differs from the reference by {error}")));
+        if error <= allowed {
+            return Ok(());
         }
+        let label = records.first().map_or(name, |record| record.label.as_str());
+        Err(Error::compile(label, format!("{name} differs from the reference by {error}")))
+    }
+
+    fn measurements(&self, records: Vec<Record>) -> Result<Vec<Measurement>> {
         let kept = self.kept_pairs()?;
         Ok(records.into_iter().map(|record| Measurement::new(self, record, kept)).collect())
     }
@@ -179,6 +223,55 @@ impl Case {
     }
 }
 
+/// q, k and v of a [`Case`], here and on an emulator.
+struct Inputs {
+    layouts: [Layout; 3],
+    values: [Vec<f32>; 3],
+    q_offset: [i32; 1],
+    q: Tensor<Emulator>,
+    k: Tensor<Emulator>,
+    v: Tensor<Emulator>,
+}
+
+impl Inputs {
+    fn new(case: &Case, emulator: &Emulator) -> Result<Self> {
+        let &Case { dtype, q_heads, kv_heads, q_len, kv_len, head_dim, .. } = case;
+        let q_shape = [1, q_heads, q_len, head_dim];
+        let kv_shape = [1, kv_heads, kv_len, head_dim];
+        let values = [(q_shape, 1), (kv_shape, 2), (kv_shape, 3)]
+            .map(|(shape, seed)| numbers(shape.iter().product(), seed, dtype));
+        Ok(Self {
+            layouts: [
+                Layout::contiguous(q_shape)?,
+                Layout::contiguous(kv_shape)?,
+                Layout::contiguous(kv_shape)?,
+            ],
+            q: tensor(emulator, dtype, &values[0], q_shape)?,
+            k: tensor(emulator, dtype, &values[1], kv_shape)?,
+            v: tensor(emulator, dtype, &values[2], kv_shape)?,
+            values,
+            q_offset: [case.q_offset],
+        })
+    }
+
+    fn problem<'a>(&'a self, case: &'a Case) -> Result<Problem<'a>> {
+        let [q, k, v] = &self.layouts;
+        let [q_values, k_values, v_values] = &self.values;
+        Ok(Problem {
+            mask_mod: case.mask.as_ref(),
+            score_mod: case.score.as_ref(),
+            q_offset: &self.q_offset,
+            ..Problem::new(AttentionShape::new(q, k, v)?, q_values, k_values, v_values)
+        })
+    }
+}
+
+fn tensor(emulator: &Emulator, dtype: DType, values: &[f32], shape: [usize; 4]) -> Result<Tensor<Emulator>> {
+    let tensor = Tensor::zeros(emulator, dtype, shape)?;
+    tensor.buffer().write(0, &dtype.narrow(values));
+    Ok(tensor)
+}
+
 /// Sums of four uniform numbers: near enough to normal, and the same everywhere.
 fn numbers(count: usize, seed: u64, dtype: DType) -> Vec<f32> {
     let mut state = seed;
@@ -198,22 +291,26 @@ pub struct Measurement {
     /// Matrix products (8x8x8) that the kept pairs need, both products together.
     pub mma_minimum: u64,
     /// Device bytes with q read once, and k and v once per 32 query rows (staged, and the WGSL kernels)
-    /// or once per simdgroup of 8 (direct, decode), in tiles that are not empty.
+    /// or once per simdgroup of 8 (direct, decode), in tiles that are not empty. dq reads q and dout once
+    /// and k and v like that, k once more without staging; dkv k and v once, and q and dout like that, both
+    /// once more without staging; lse and delta once per simdgroup of 8 rows.
     pub device_read_minimum: u64,
     /// Tiles of 32 rows and 32 keys that were computed.
     pub kv_tiles: u64,
+    /// Pairs of query and key that the mask keeps.
+    pub kept: u64,
 }
 
 impl Measurement {
     fn new(case: &Case, record: Record, kept: u64) -> Self {
-        // The second pass of decode sees no keys: it needs what the first one left, once.
-        if record.entry == "combine" {
+        // These passes see no pairs: combine needs what split left, delta its rows, both once.
+        if matches!(record.entry, "combine" | "delta" | "dsink") {
             let device_read_minimum = record.counters.device_unique;
-            return Self { mma_minimum: 0, device_read_minimum, kv_tiles: 0, record };
+            return Self { mma_minimum: 0, device_read_minimum, kv_tiles: 0, kept, record };
         }
         let kv_tiles = record.counters.score_calls / 1024;
         let row_bytes = (case.head_dim * case.dtype.size()) as u64;
-        // Rows that share one reading of k and v. A simdgroup of decode has 8.
+        // Rows that share one reading of the others. A simdgroup of decode has 8.
         let alone = case.kernels == Kernels::Msl(Loader::Direct) || record.entry == "split";
         // A workgroup of decode with subgroup operations has as many as there are, up to 4.
         let packed = (case.q_heads / case.kv_heads * case.q_len).next_power_of_two().min(4) as u64;
@@ -222,11 +319,23 @@ impl Measurement {
             (false, "split_subgroup") => packed,
             (false, _) => 32,
         };
+        // Own rows once, with lse and delta; of a tile two tensors once per `rows`; products of a pair.
+        let (own, stats, products) = match record.entry {
+            "dq" => (2 * case.q_heads * case.q_len, case.q_heads * case.q_len * 8, 3),
+            "dkv" => (2 * case.kv_heads * case.kv_len, 0, 4),
+            _ => (case.q_heads * case.q_len, 0, 2),
+        };
+        // dkv asks for those of a tile's query rows, a simdgroup for itself.
+        let tile_stats = if record.entry == "dkv" { 4 * 32 * 8 } else { 0 };
+        // What is staged serves several products; a simdgroup by itself reads each operand again.
+        let tensors = if alone { products } else { 2 };
         Self {
-            mma_minimum: 4 * kept * case.head_dim as u64 / 1024,
-            device_read_minimum: (case.q_heads * case.q_len) as u64 * row_bytes
-                + kv_tiles * 32 / rows * 32 * 2 * row_bytes,
+            mma_minimum: 2 * products * kept * case.head_dim as u64 / 1024,
+            device_read_minimum: own as u64 * row_bytes
+                + stats as u64
+                + kv_tiles * (32 / rows * 32 * tensors * row_bytes + tile_stats),
             kv_tiles,
+            kept,
             record,
         }
     }

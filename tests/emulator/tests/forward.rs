@@ -7,7 +7,7 @@ use flexattn::kernels::{Kernel, KernelSpec, Loader, NONE, Params};
 use flexattn::lower::{self, Mods};
 use flexattn::reference::{self, Problem};
 use flexattn::{AttentionShape, Binding, DType, Dispatch, Layout, MaskMod, Runtime, ScoreMod, Usage};
-use flexattn_emulator::{Counters, Emulator, clang};
+use flexattn_emulator::{Counters, Emulator, Memory, clang};
 
 struct Case {
     batch: usize,
@@ -247,6 +247,118 @@ fn check(case: &Case, loader: Loader) -> Option<Counters> {
         }
     }
     emulator.take_records().last().map(|record| record.counters)
+}
+
+/// One head of 32 columns without mods, whose q, k and v lie in one memory; what to run it with, and out.
+fn plain(emulator: &Emulator, loader: Loader, memory: &Memory, params: Params) -> (Dispatch<Memory>, Memory) {
+    let &Params { batch, q_heads, q_len, kv_len, .. } = &params;
+    let spec = KernelSpec::new(Kernel::Forward, DType::F16, 32, 32, 32 << 10).unwrap().on_metal(loader);
+    let tiles = q_len.div_ceil(spec.tile_q());
+    let (q_blocks, lists) = (q_len.div_ceil(128), 2 * batch);
+    let mut table = vec![0; batch as usize];
+    table.extend(vec![kv_len; batch as usize]);
+    let run = lists + 4 * q_blocks;
+    table.extend((0..q_blocks).flat_map(|_| [run, run + 2, run + 2, run + 2]));
+    table.extend([0, kv_len.div_ceil(128)]);
+    let params = Params {
+        kv_heads: q_heads,
+        group: 1,
+        q_blocks,
+        kv_blocks: kv_len.div_ceil(128),
+        mask_batch: 1,
+        mask_heads: 1,
+        lists,
+        lists_t: NONE,
+        q_offset_at: 0,
+        kv_len_at: batch,
+        sinks_at: NONE,
+        lse_at: NONE,
+        max_at: NONE,
+        scale: 1.0,
+        groups: batch * q_heads * tiles,
+        fold: batch * q_heads * tiles,
+        out: [0, q_heads * q_len * 32, q_len * 32, 32],
+        ..params
+    };
+    let whole = |buffer: &Memory| Binding { size: buffer.size() as u64, buffer: buffer.clone(), offset: 0 };
+    let out = emulator.create("", u64::from(batch * q_heads * q_len * 64), Usage::Tensor).unwrap();
+    let words: Vec<u8> = table.iter().flat_map(|word: &u32| word.to_le_bytes()).collect();
+    let (tables, empty) = (Memory::from_bytes(&words), Memory::new(16));
+    let bindings = [memory, memory, memory, &out, &empty, &tables, &empty, &empty].map(whole).to_vec();
+    let mut block = bytemuck::bytes_of(&params).to_vec();
+    block.extend([0; 16]);
+    let grid = [params.groups, 1, 1];
+    (Dispatch { spec: Arc::new(spec), bindings, params: block, grid }, out)
+}
+
+/// PyTorch's first Metal kernels took strides of 32 bits; pytorch 149261: wrong results in buffers of more
+/// than 2^32 bytes. Here the third batch entry begins 2^32 elements into a buffer, of which only the rows
+/// that are used take memory.
+#[test]
+fn offsets_of_batch_entries_have_64_bits() {
+    if let Err(error) = clang() {
+        return eprintln!("skipped: {error}");
+    }
+    let stride = 1u64 << 31;
+    let memory = Memory::new(2 * (2 * stride + 32 * 32) as usize);
+    let halves = |value: f32| DType::F16.narrow(&[value; 32 * 32]);
+    for (b, value) in [(0, 1.0), (1, 2.0), (2, 3.0)] {
+        memory.write(2 * (b * stride) as usize, &halves(value));
+    }
+    let view = [0, stride as u32, 0, 32];
+    let sizes = Params {
+        batch: 3,
+        q_heads: 1,
+        q_len: 32,
+        kv_len: 32,
+        q: view,
+        k: view,
+        v: view,
+        ..Params::default()
+    };
+    for loader in Loader::ALL {
+        let emulator = Emulator::metal(loader).unwrap();
+        let (dispatch, out) = plain(&emulator, loader, &memory, sizes);
+        emulator.run(&[dispatch]).unwrap_or_else(|error| panic!("{error}"));
+        assert_eq!(out.read(0, out.size()), [halves(1.0), halves(2.0), halves(3.0)].concat());
+    }
+}
+
+/// mpsops 0932808: a batch that is dispatched in pieces began at the wrong offset.
+#[test]
+fn pieces_of_a_dispatch_give_what_the_whole_gives() {
+    if let Err(error) = clang() {
+        return eprintln!("skipped: {error}");
+    }
+    let memory = Memory::from_bytes(&DType::F16.narrow(&numbers(2 * 3 * 100 * 32, 1, DType::F16)));
+    let view = [0, 3 * 100 * 32, 100 * 32, 32];
+    let sizes = Params {
+        batch: 2,
+        q_heads: 3,
+        q_len: 100,
+        kv_len: 100,
+        q: view,
+        k: view,
+        v: view,
+        ..Params::default()
+    };
+    for loader in Loader::ALL {
+        let emulator = Emulator::metal(loader).unwrap();
+        let (whole, out) = plain(&emulator, loader, &memory, sizes);
+        let groups = whole.grid[0];
+        emulator.run(&[whole]).unwrap();
+        // Five threadgroups a piece, in rows of two: the last row has one too many.
+        let (piece, pieced) = plain(&emulator, loader, &memory, sizes);
+        for first in (0..groups).step_by(5) {
+            let mut params: Params = bytemuck::pod_read_unaligned(&piece.params[..size_of::<Params>()]);
+            (params.first_group, params.groups, params.fold) = (first, (first + 5).min(groups), 2);
+            let mut block = bytemuck::bytes_of(&params).to_vec();
+            block.extend([0; 16]);
+            let dispatch = Dispatch { params: block, grid: [2, 3, 1], ..piece.clone() };
+            emulator.run(&[dispatch]).unwrap_or_else(|error| panic!("{error}"));
+        }
+        assert_eq!(out.read(0, out.size()), pieced.read(0, pieced.size()));
+    }
 }
 
 fn causal() -> MaskMod {

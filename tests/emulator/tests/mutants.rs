@@ -6,16 +6,22 @@ use flexattn::kernels::Loader;
 use flexattn::{DType, MaskMod};
 use flexattn_emulator::{Case, Emulator, Kernels, Mutation, Options, Schedule, clang};
 
-/// Runs `case` with a mistake; what the emulator or the comparison says, or nothing.
-fn notices(case: &Case, loader: Loader, (from, to, nth): (&str, &str, usize)) -> Option<String> {
+/// Text, what replaces it, and which of its occurrences that happens to.
+type Mutant = (&'static str, &'static str, usize);
+
+/// Runs `case` with a mistake in the kernel `entry`; what the emulator or the comparison says, or nothing.
+fn notices(case: &Case, loader: Loader, entry: &'static str, (from, to, nth): Mutant) -> Option<String> {
     let emulator = Emulator::metal(loader).unwrap();
-    let emulator = emulator.with_mutation(Mutation { from: from.into(), to: to.into(), nth });
+    let emulator =
+        emulator.with_mutation(Mutation { from: from.into(), to: to.into(), nth, entry: Some(entry) });
     emulator.set_options(Options {
         schedules: Schedule::ALL.to_vec(),
         budget: 200_000_000,
         ..Options::default()
     });
-    case.measure_on(&emulator).err().map(|error| error.to_string())
+    let backward = matches!(entry, "delta" | "dq" | "dkv");
+    let result = if backward { case.measure_backward_on(&emulator) } else { case.measure_on(&emulator) };
+    result.err().map(|error| error.to_string())
 }
 
 /// A problem in which every part of the kernel has work: ragged lengths, a band that passes the last key,
@@ -26,20 +32,30 @@ fn case(loader: Loader, head_dim: usize) -> Case {
     Case { q_len: 45, q_offset: 30, mask: Some(mask), ..square }
 }
 
-fn all_noticed(loader: Loader, head_dim: usize, mutants: &[(&str, &str, usize)]) {
+fn all_noticed(loader: Loader, head_dim: usize, mutants: &[Mutant]) {
+    noticed_in("forward", &case(loader, head_dim), loader, mutants);
+}
+
+/// The same in the kernel `entry`, on a case that runs it.
+fn noticed_in(entry: &'static str, case: &Case, loader: Loader, mutants: &[Mutant]) {
     if let Err(error) = clang() {
         eprintln!("skipped: {error}");
         return;
     }
-    let case = case(loader, head_dim);
-    case.measure().unwrap_or_else(|error| panic!("{error}"));
+    let mut missed = Vec::new();
     for mutant in mutants {
-        let noticed = notices(&case, loader, *mutant);
-        let noticed =
-            noticed.unwrap_or_else(|| panic!("nobody noticed {mutant:?} in the {} kernel", loader.name()));
-        assert!(!noticed.contains("is not there"), "{noticed}");
-        println!("{:?} -> {:?}: {}", mutant.0, mutant.1, noticed.lines().next().unwrap_or_default());
+        match notices(case, loader, entry, *mutant) {
+            None => missed.push(format!("{entry} {}: nobody noticed {mutant:?}", loader.name())),
+            Some(noticed) if noticed.contains("is not there") => missed.push(noticed),
+            Some(noticed) => {
+                println!("{:?} -> {:?}: {}", mutant.0, mutant.1, noticed.lines().next().unwrap_or_default());
+            }
+        }
     }
+    assert!(missed.is_empty(), "{}", missed.join("\n"));
+    // Without a mistake nothing is noticed.
+    let sound = notices(case, loader, entry, ("#define NONE", "#define NONE", 0));
+    assert_eq!(sound, None);
 }
 
 const BARRIER: &str = "threadgroup_barrier(mem_flags::mem_threadgroup);";
@@ -92,24 +108,20 @@ fn wrong_indices_in_the_staged_loader_are_noticed() {
         64,
         &[
             // A load that is left out.
-            ("i < TILE_KV * STAGE / 4u;", "i < TILE_KV * STAGE / 4u - 1u;", 0),
-            ("i < TILE_KV * STAGE / 4u;", "i < (TILE_KV - 1u) * STAGE / 4u;", 0),
+            ("i < count * quads;", "i < count * quads - 1u;", 0),
+            ("i < count * quads;", "i < (count - 1u) * quads;", 0),
             // An index that is shifted, in memory of each kind.
+            ("to[row * (stride / 4u) + quad] = x;", "to[row * (stride / 4u) + quad + 1u] = x;", 0),
             (
-                "tiles[row * (KV_STRIDE / 4u) + quad] = x;",
-                "tiles[row * (KV_STRIDE / 4u) + quad + 1u] = x;",
+                "(threadgroup const Elem*)tile + (8u * j + lane_col(lane)) * STAGE_STRIDE",
+                "(threadgroup const Elem*)tile + (8u * j + lane_col(lane) + 1u) * STAGE_STRIDE",
                 0,
             ),
-            (
-                "(threadgroup const Elem*)tiles + (8u * j + lane_col(lane)) * KV_STRIDE",
-                "(threadgroup const Elem*)tiles + (8u * j + lane_col(lane) + 1u) * KV_STRIDE",
-                0,
-            ),
-            ("if (kv + row < rows.count) x", "x", 0),
-            ("ulong(kv + row) * rows.stride, column", "ulong(kv + row + 1u) * rows.stride, column", 0),
+            ("if (first + row < rows.count) x", "x", 0),
+            ("ulong(first + row) * rows.stride, column", "ulong(first + row + 1u) * rows.stride, column", 0),
             // Lane maps that are swapped.
-            ("(8u * j + lane_row(lane)) * KV_STRIDE", "(8u * j + lane_col(lane)) * KV_STRIDE", 0),
-            ("K_PACK * lane_row(lane);", "K_PACK * lane_col(lane);", 0),
+            ("(8u * j + lane_row(lane)) * STAGE_STRIDE", "(8u * j + lane_col(lane)) * STAGE_STRIDE", 0),
+            ("(8 * N) + N * lane_row(lane);", "(8 * N) + N * lane_col(lane);", 0),
         ],
     );
     // Without its copy of q, head_dim 128 reads what nobody wrote.
@@ -125,7 +137,7 @@ fn wrong_indices_in_the_direct_loader_are_noticed() {
             ("ulong(min(row, rows.count - 1u))", "ulong(row)", 0),
             ("row_of(rows, row + 1u), column", "row_of(rows, row), column", 0),
             ("8u * j + lane_row(lane), column", "8u * j + lane_col(lane), column", 0),
-            ("K_PACK * lane_row(lane);", "K_PACK * lane_col(lane);", 0),
+            ("(8 * N) + N * lane_row(lane);", "(8 * N) + N * lane_col(lane);", 0),
         ],
     );
 }
@@ -156,4 +168,130 @@ fn wrong_arithmetic_is_noticed() {
             ],
         );
     }
+}
+
+/// Three queries of eight heads on two, over keys that fill no whole part: a full block, a block with two
+/// empty tiles, two full ones, a partial one. One head keeps nothing.
+fn decode_case(loader: Loader) -> Case {
+    let mask = MaskMod::new(|i| {
+        let near = (i.q() - i.kv()).lt(400) | i.kv().lt(128);
+        near & i.q().ge(i.kv()) & i.head().ne(5)
+    });
+    Case {
+        q_heads: 8,
+        kv_heads: 2,
+        q_len: 3,
+        q_offset: 596,
+        mask: Some(mask),
+        // A row of out ends within a group of fragments.
+        ..Case::square(Kernels::Msl(loader), DType::F16, 599, 36)
+    }
+}
+
+#[test]
+fn mistakes_in_the_decode_kernels_are_noticed() {
+    let case = decode_case(Loader::Staged);
+    noticed_in(
+        "split",
+        &case,
+        Loader::Staged,
+        &[
+            ("kv = part * p.split_len;", "kv = 0u;", 0),
+            ("kv = part * p.split_len;", "kv = part * p.split_len + TILE;", 0),
+            ("ctx.tables[first] <= block) return FULL;", "ctx.tables[first] < block) return FULL;", 0),
+            ("(2u * (tile % 4u)) & 3u", "(2u * (tile % 2u)) & 3u", 0),
+            ("kv_head * p.group + at / p.q_len", "kv_head * p.group + at % p.q_len", 0),
+            ("int(at % p.q_len) + q_offset_of", "int(at / p.q_len) + q_offset_of", 0),
+            ("partial + 1u] = sum;", "partial + 1u] = 1.0f;", 0),
+            ("if (column < V_DIM) partials", "partials", 0),
+            ("if (packed >= rows) continue;", "", 0),
+            ("any == EMPTY", "any != FULL", 0),
+        ],
+    );
+    noticed_in(
+        "combine",
+        &case,
+        Loader::Staged,
+        &[
+            ("weight = exp2(max(", "weight = 1.0f + exp2(max(", 0),
+            ("simd_shuffle(weight, i)", "weight", 0),
+            ("sum = simd_sum(sum);", "", 0),
+            ("sum == 0.0f", "false", 0),
+            ("part0 + lane < p.splits", "true", 0),
+            ("o[column] * w", "o[column + 1u] * w", 0),
+        ],
+    );
+}
+
+#[test]
+fn every_barrier_of_the_gradient_kernels_is_needed() {
+    for entry in ["dq", "dkv"] {
+        // Whole rows of both tensors are staged at once (the second pair of barriers in the text), or
+        // columns of one (the first pair).
+        for (head_dim, first) in [(64, 2), (256, 0)] {
+            noticed_in(
+                entry,
+                &case(Loader::Staged, head_dim),
+                Loader::Staged,
+                &[
+                    (BARRIER, "", first),
+                    (BARRIER, "", first + 1),
+                    (BARRIER, "threadgroup_barrier(mem_flags::mem_none);", first),
+                    (BARRIER, "simdgroup_barrier(mem_flags::mem_threadgroup);", first + 1),
+                ],
+            );
+        }
+    }
+}
+
+#[test]
+fn mistakes_in_the_gradient_kernels_are_noticed() {
+    let staged = case(Loader::Staged, 64);
+    noticed_in(
+        "delta",
+        &staged,
+        Loader::Staged,
+        &[
+            ("lane_sum(sum, 8)", "lane_sum(sum, 4)", 0),
+            ("column += 32u", "column += 64u", 0),
+            ("total -= dlse", "total += dlse", 0),
+            ("if (!there || lane != 0u) return;", "if (lane != 0u) return;", 0),
+            ("stats[p.delta_at + index]", "stats[p.delta_at + index + 1u]", 0),
+        ],
+    );
+    noticed_in(
+        "dq",
+        &staged,
+        Loader::Staged,
+        &[
+            ("dp - stat.delta", "dp", 0),
+            ("score - stat.lse", "score", 0),
+            ("dp = d_post == 0.0f", "s = d_post == 0.0f", 0),
+            ("const float d_post = keep ?", "const float d_post = true ?", 0),
+            ("tiles + AREA_1, v_rows", "tiles, v_rows", 0),
+            ("chunk, HEAD_DIM, p.scale", "chunk, HEAD_DIM, 1.0f", 0),
+            ("if (at >= p.q_len) continue;", "", 0),
+            ("if (keep && kind != FULL)", "if (keep && kind == FULL)", 0),
+        ],
+    );
+    noticed_in(
+        "dkv",
+        &staged,
+        Loader::Staged,
+        &[
+            ("simd_shuffle(read_stat.lse, column)", "read_stat.lse", 0),
+            ("simd_shuffle(read_stat.delta, column)", "read_stat.delta", 0),
+            ("(kinds >> 6u) & 0xcu", "(kinds >> 4u) & 0xcu", 0),
+            ("walk.transposed ? column_kinds", "!walk.transposed ? column_kinds", 0),
+            ("+ q_offset_of(ctx, b);\n            const Row", ";\n            const Row", 0),
+            ("dp[r][i / 2u].thread_elements()[i % 2u] = ds;", "", 1),
+            ("dv, s, tiles + AREA_1", "dv, s, tiles", 0),
+            ("if (at >= p.kv_len) continue;", "", 0),
+            ("h < (kv_head + 1u) * p.group", "h < kv_head * p.group", 0),
+        ],
+    );
+    // Rows past the end: repeated here, zeros where they are staged.
+    let direct = case(Loader::Direct, 64);
+    noticed_in("dq", &direct, Loader::Direct, &[("kv, kv < kv_len, walk", "kv, true, walk", 0)]);
+    noticed_in("dkv", &direct, Loader::Direct, &[("at < p.q_len && kv < kv_len", "kv < kv_len", 0)]);
 }

@@ -9,13 +9,13 @@ use lexopt::prelude::*;
 use serde_json::{Value as Json, json};
 
 const USAGE: &str = "\
-usage: cargo xtask emulate [--kernel forward|decode] [--loader staged|direct|portable|subgroup] [--dtype f16|bf16|f32]
+usage: cargo xtask emulate [--kernel forward|decode|backward] [--loader staged|direct|portable|subgroup] [--dtype f16|bf16|f32]
                            [--head-dim D] [--seq N] [--kv-len N] [--q-heads H] [--kv-heads H]
                            [--mask NAME] [--score NAME] [--json]
        cargo xtask emulate --table
 
 Runs the kernel's Metal text in the emulator, checks the result, and prints what it did: one line per dispatch.
-forward: N queries, N keys (512). decode: one query, N keys (4096), 8 query heads on 2 key heads, head dim 128.
+forward, backward: N queries, N keys (512). decode: one query, N keys (4096), 8 query heads on 2 key heads, head dim 128.
 --table prints the rows of docs/metal-counters.md.
 ";
 
@@ -46,13 +46,13 @@ fn main() -> Result<(), Box<dyn Error>> {
             other => return Err(other.unexpected().into()),
         }
     }
-    let decode = match kernel.as_str() {
-        "forward" => false,
-        "decode" => true,
-        other => {
-            return Err(format!("there is no kernel `{other}`; there are forward and decode\n{USAGE}").into());
-        }
-    };
+    if !matches!(kernel.as_str(), "forward" | "decode" | "backward") {
+        return Err(format!(
+            "there is no kernel `{kernel}`; there are forward, decode and backward\n{USAGE}"
+        )
+        .into());
+    }
+    let decode = kernel == "decode";
     let seq_default = if decode { 4096 } else { 512 };
     let keys = kv_len.or(seq).unwrap_or(seq_default);
     let q_len = if decode { 1 } else { seq.unwrap_or(seq_default) };
@@ -76,7 +76,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         },
         score: score.as_deref().map(|name| scores::by_name(name, &sizes)).transpose()?,
     };
-    for measurement in case.measure()? {
+    let measured = if kernel == "backward" { case.measure_backward() } else { case.measure() };
+    for measurement in measured? {
         let line = report(&kernel, &case, &mask, &measurement);
         if as_json {
             println!("{line}");
@@ -98,45 +99,53 @@ fn table() -> Result<(), Box<dyn Error>> {
         Kernels::Wgsl(Tier::Subgroup),
         Kernels::Wgsl(Tier::Portable),
     ];
-    println!(
-        "| kernels | case | threads | TG memory | MMA / needed | device read / minimum | TG read, write per MMA \
-         | barriers per 32x32 | exp / score | fp / score | conversions / score | utilisation |"
-    );
-    println!("|---|---|---|---|---|---|---|---|---|---|---|---|");
-    for kernels in kernels {
-        for head_dim in [64, 128] {
-            for (name, mask, score) in [
-                ("dense", None, None),
-                ("causal", Some(masks::causal()), None),
-                ("causal, alibi", Some(masks::causal()), Some(scores::alibi(1))),
-            ] {
-                let case = Case { mask, score, ..Case::square(kernels, DType::F16, 512, head_dim) };
-                for measured in case.measure()? {
-                    let c = &measured.record.counters;
-                    let needed = measured.mma_minimum as f64;
-                    let mma = if c.mma > 0 { c.mma as f64 } else { needed };
-                    // Scores that the mask needs, as in the notes on other kernels.
-                    let scores = needed * 1024.0 / (4.0 * head_dim as f64);
-                    println!(
-                        "| {} | D{head_dim} {name} | {} | {} | {:.3} | {:.3} | {:.0}, {:.0} | {:.2} | {:.3} | {:.2} | {:.2} | {:.3} |",
-                        kernels.name(),
-                        measured.record.threads,
-                        measured.record.threadgroup_memory,
-                        c.mma as f64 / needed,
-                        measured.device_read() as f64 / measured.device_read_minimum as f64,
-                        c.threadgroup_read as f64 / mma,
-                        c.threadgroup_write as f64 / mma,
-                        c.barriers as f64 / measured.kv_tiles as f64,
-                        c.transcendentals as f64 / scores,
-                        c.fp as f64 / scores,
-                        c.conversions as f64 / scores,
-                        measured.model_utilisation(),
-                    );
+    for backward in [false, true] {
+        println!(
+            "\n| kernels | case | threads | TG memory | MMA / needed | device read / minimum | TG read, write per MMA \
+             | barriers per 32x32 | exp / score | fp / score | conversions / score | utilisation |"
+        );
+        println!("|---|---|---|---|---|---|---|---|---|---|---|---|");
+        for kernels in kernels {
+            for head_dim in [64, 128] {
+                for (name, mask, score) in [
+                    ("dense", None, None),
+                    ("causal", Some(masks::causal()), None),
+                    ("causal, alibi", Some(masks::causal()), Some(scores::alibi(1))),
+                ] {
+                    let case = Case { mask, score, ..Case::square(kernels, DType::F16, 512, head_dim) };
+                    let measured = if backward { case.measure_backward()? } else { case.measure()? };
+                    for measured in measured.iter().filter(|measured| measured.mma_minimum > 0) {
+                        let entry =
+                            if backward { format!("{} ", measured.record.entry) } else { String::new() };
+                        println!("| {} | {entry}D{head_dim} {name} | {} |", kernels.name(), row(measured));
+                    }
                 }
             }
         }
     }
     Ok(())
+}
+
+/// The columns of a row after its name.
+fn row(measured: &Measurement) -> String {
+    let c = &measured.record.counters;
+    let needed = measured.mma_minimum as f64;
+    let mma = if c.mma > 0 { c.mma as f64 } else { needed };
+    // Scores that the mask needs, as in the notes on other kernels.
+    let scores = measured.kept as f64;
+    [
+        measured.record.threads.to_string(),
+        measured.record.threadgroup_memory.to_string(),
+        format!("{:.3}", c.mma as f64 / needed),
+        format!("{:.3}", measured.device_read() as f64 / measured.device_read_minimum as f64),
+        format!("{:.0}, {:.0}", c.threadgroup_read as f64 / mma, c.threadgroup_write as f64 / mma),
+        format!("{:.2}", c.barriers as f64 / measured.kv_tiles as f64),
+        format!("{:.3}", c.transcendentals as f64 / scores),
+        format!("{:.2}", c.fp as f64 / scores),
+        format!("{:.2}", c.conversions as f64 / scores),
+        format!("{:.3}", measured.model_utilisation()),
+    ]
+    .join(" | ")
 }
 
 fn report(kernel: &str, case: &Case, mask: &str, measurement: &Measurement) -> Json {
