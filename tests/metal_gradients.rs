@@ -28,7 +28,22 @@ fn gradients_agree(loader: Loader, dtype: DType, first: usize, step: usize) {
     let (mut failures, mut compared, mut metal) = (Vec::new(), 0, 0);
     let goldens = goldens(first, step);
     for golden in &goldens {
-        for finding in pollster::block_on(conformance::run(&emulator, golden, dtype)) {
+        let mut findings = pollster::block_on(conformance::run(&emulator, golden, dtype));
+        // A table that many pairs read is summed atomically, the one documented exception: its last bits
+        // depend on the schedule, so each schedule has to agree by itself.
+        let exception = |finding: &conformance::Finding| {
+            let error = finding.result.as_ref().err().map(ToString::to_string);
+            error.is_some_and(|error| error.contains("`rows` leaves other bytes"))
+        };
+        if findings.iter().any(exception) {
+            findings.clear();
+            for schedule in Schedule::ALL {
+                emulator.set_options(Options { schedules: vec![schedule], ..Options::default() });
+                findings.extend(pollster::block_on(conformance::run(&emulator, golden, dtype)));
+            }
+            emulator.set_options(Options { schedules: Schedule::ALL.to_vec(), ..Options::default() });
+        }
+        for finding in findings {
             compared += 1;
             if finding.verdict() != Verdict::Passed {
                 let (name, output) = (&golden.name, &finding.output);

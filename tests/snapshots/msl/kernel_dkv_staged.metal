@@ -602,8 +602,8 @@ kernel void dkv(device const Elem* q [[buffer(0)]],              // [B, Hq, L, D
     load_own(own_k, r, k_rows, own + 8u * r, lane);
     load_own(own_v, r, v_rows, own + 8u * r, lane);
   }
-  // k and v that all batch entries share (a batch stride of 0) sum over them.
-  const bool shared_kv = p.k.y == 0u;
+  // Where all batch entries share k and v, dk has a batch stride of 0 and the sum goes over them.
+  const bool shared_kv = p.dk.y == 0u;
   const uint first_b = shared_kv ? 0u : kv_batch, end_b = shared_kv ? p.batch : kv_batch + 1u;
 
   for (uint chunk = 0; chunk < max(HEAD_DIM, V_DIM); chunk += CHUNK) {
