@@ -9,7 +9,7 @@ Object.assign(globalThis, globals);
 // The object that `create` gives must outlive every device made from it.
 const gpu = create([]);
 const full = process.env.FLEXATTN_FULL === "1";
-/** Whose gradients run too: lavapipe takes seconds, and for some tables minutes, to compile one of their kernels. */
+/** Whose gradients run too: lavapipe takes a second or two to compile each of their kernels. */
 const GRADIENTS = ["abs_table", "all_dims_bias", "all_masked", "antidiagonal", "bias2d_qk", "bias3d_bqk"];
 const folder = new URL("../../../../tests/goldens/", import.meta.url).pathname;
 
