@@ -8,6 +8,9 @@ import { after, before, describe, test } from "node:test";
 import { browser, open, serve } from "./browser.mjs";
 import { repository, web } from "./packed.mjs";
 
+// What computes on the page takes minutes on a software adapter.
+const slow = process.env.FLEXATTN_FULL === "1" || process.env.FLEXATTN_SCREENSHOTS === "1" ? false : "runs with FLEXATTN_FULL=1";
+
 let server;
 before(async () => {
   server = await serve({ "": join(web, "demo/dist") });
@@ -141,7 +144,7 @@ describe("on a desktop", () => {
     await page.selectOption("#mask-preset", "causal");
   });
 
-  test("the heat map reads a real sentence, by picture, by word and by key", { timeout: 120_000 }, async () => {
+  test("the heat map reads a real sentence, by picture, by word and by key", { timeout: 200_000, skip: slow }, async () => {
     await page.selectOption("#mask-preset", "noop");
     await page.locator("#weights").scrollIntoViewIfNeeded();
     await page.locator("#head").fill("1");
@@ -182,16 +185,16 @@ describe("on a desktop", () => {
     await page.locator("#only-mods").check();
   });
 
-  test("this machine agrees with the reference", { timeout: 180_000 }, async () => {
+  test("this machine agrees with the reference", { timeout: 180_000, skip: slow }, async () => {
     await page.selectOption("#mask-preset", "sliding_window");
     await page.selectOption("#score-preset", "alibi");
     await page.locator("#verify").click();
     await page.waitForFunction(() => /^(Right|Wrong)/.test(document.querySelector("#run-status").textContent), null, { timeout: 170_000 });
     assert.match(await page.locator("#run-status").textContent(), /^Right/);
-    assert.match(await page.locator("#tier").textContent(), /Why nothing faster: .*subgroup/);
+    assert.match(await page.locator("#tier").textContent(), /Why nothing faster:.*subgroup/s);
   });
 
-  test("measuring shows progress, can be stopped, and draws both charts", { timeout: 600_000 }, async () => {
+  test("measuring shows progress, can be stopped, and draws both charts", { timeout: 600_000, skip: slow }, async () => {
     await page.locator("#measure").click();
     await page.locator("#progress").waitFor({ state: "visible" });
     await page.locator("#stop").click();
@@ -205,7 +208,7 @@ describe("on a desktop", () => {
     }
   });
 
-  test("light and dark, with everything on the page filled in", async () => {
+  test("light and dark, with everything on the page filled in", { skip: slow }, async () => {
     await page.evaluate(() => document.documentElement.dataset.theme === "dark" && document.querySelector("#theme").click());
     await page.selectOption("#q-len", "1024");
     await page.selectOption("#kv-len", "1024");
@@ -215,7 +218,7 @@ describe("on a desktop", () => {
     await page.selectOption("#dtype", "f32");
     await page.selectOption("#sentence", "0");
     await page.locator("#words button", { hasText: "trophy" }).waitFor({ timeout: 200_000 });
-    await page.locator("#words button", { hasText: "it" }).nth(1).click();
+    await page.locator("#words button").nth(10).click();
     await page.evaluate(() => (document.activeElement.blur(), scrollTo(0, 0)));
     const light = await page.evaluate(() => getComputedStyle(document.body).backgroundColor);
     const start = { clip: { x: 0, y: 0, width: 1280, height: 1130 }, fullPage: true };

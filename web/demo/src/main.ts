@@ -536,15 +536,11 @@ function setUpControls(): void {
     change({ sentence: (event.target as HTMLSelectElement).selectedIndex, row: 0 });
     scheduleWeights();
   });
-  // The sentences are fetched when somebody comes near them.
-  new IntersectionObserver(
-    (entries) => {
-      if (!entries.some((entry) => entry.isIntersecting)) return;
-      weightsSeen = true;
-      scheduleWeights();
-    },
-    { rootMargin: "400px" },
-  ).observe(at("weights"));
+  // Sentences are fetched, and kernels compiled for them, only while somebody looks: not for each mask that is tried above.
+  new IntersectionObserver((entries) => {
+    weightsSeen = entries.at(-1)?.isIntersecting ?? false;
+    if (weightsSeen) scheduleWeights();
+  }).observe(at("weights"));
 }
 
 async function open(): Promise<void> {
