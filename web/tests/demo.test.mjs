@@ -216,6 +216,7 @@ describe("on a desktop", () => {
     await page.selectOption("#score-preset", "alibi");
     await page.selectOption("#pass", "forward");
     await page.selectOption("#dtype", "f32");
+    await page.locator("#weights").scrollIntoViewIfNeeded();
     await page.selectOption("#sentence", "0");
     await page.locator("#words button", { hasText: "trophy" }).waitFor({ timeout: 200_000 });
     await page.locator("#words button").nth(10).click();
