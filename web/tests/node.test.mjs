@@ -31,5 +31,5 @@ test("goldens on Dawn, f16 and subgroups", { skip, timeout: 1_200_000 }, async (
   }
   const code = await new Promise((resolve) => (child.exitCode === null ? child.on("close", resolve) : resolve(child.exitCode)));
   assert.equal(code, 0);
-  assert.ok(seen.size > 20, `only ${seen.size} cases ran`);
+  assert.ok(seen.size > 15, `only ${seen.size} cases ran`);
 });

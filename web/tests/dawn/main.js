@@ -21,7 +21,8 @@ const tiers = best.tier === "portable" ? [best] : [best, await flexattn.Gpu.crea
 
 const files = readdirSync(folder).filter((file) => file.endsWith(".safetensors"));
 for (const [index, file] of files.entries()) {
-  // Without FLEXATTN_FULL every file runs once, dtypes and tiers in turn.
+  // Without FLEXATTN_FULL every fifth file runs once, dtypes and tiers in turn: a software adapter takes minutes for all.
+  if (!full && index % 5 !== 0) continue;
   const golden = file.replace(".safetensors", "");
   const gradients = full || GRADIENTS.includes(golden);
   const all = tiers.flatMap((tier) => ["f32", "f16", "bf16"].map((dtype) => [tier, dtype]));
