@@ -359,7 +359,7 @@ fn tensors_past_the_binding_limit_are_bound_window_by_window() {
 }
 
 /// A device of the program's own on the best adapter.
-fn device(change: impl FnOnce(&mut wgpu::Limits)) -> (wgpu::Adapter, wgpu::Device, wgpu::Queue) {
+pub(crate) fn device(change: impl FnOnce(&mut wgpu::Limits)) -> (wgpu::Adapter, wgpu::Device, wgpu::Queue) {
     use flexattn::wgpu;
     let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle());
     let adapter = pollster::block_on(instance.request_adapter(&Default::default())).unwrap();

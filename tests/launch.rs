@@ -31,16 +31,7 @@ fn tiers() -> Vec<Gpu> {
 
 /// A device of the program's own on the best adapter.
 fn with_limits(change: impl FnOnce(&mut wgpu::Limits)) -> Gpu {
-    let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle());
-    let adapter = pollster::block_on(instance.request_adapter(&Default::default())).unwrap();
-    let mut limits = Gpu::wanted_limits(&adapter);
-    change(&mut limits);
-    let (device, queue) = pollster::block_on(adapter.request_device(&wgpu::DeviceDescriptor {
-        required_features: Gpu::wanted_features(&adapter),
-        required_limits: limits,
-        ..Default::default()
-    }))
-    .unwrap();
+    let (adapter, device, queue) = crate::gpu::device(change);
     Gpu::from_wgpu(&adapter, device, queue).unwrap()
 }
 

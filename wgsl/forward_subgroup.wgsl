@@ -35,17 +35,7 @@ const OUT: u32 = (V_QUADS + 7u) / 8u;      // vec4 of an output row in one lane
 //#include load_f32.wgsl
 //@end
 
-// Over the eight lanes of a cluster.
-fn cluster_max(x: f32) -> f32 {
-  let a = max(x, subgroupShuffleXor(x, 1u));
-  let b = max(a, subgroupShuffleXor(a, 2u));
-  return max(b, subgroupShuffleXor(b, 4u));
-}
-fn cluster_sum(x: f32) -> f32 {
-  let a = x + subgroupShuffleXor(x, 1u);
-  let b = a + subgroupShuffleXor(a, 2u);
-  return b + subgroupShuffleXor(b, 4u);
-}
+//#include cluster.wgsl
 
 @compute @workgroup_size(THREADS)
 fn forward_subgroup(

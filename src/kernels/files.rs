@@ -75,6 +75,7 @@ pub const WGSL_FILES: &[(&str, &str)] = &[
     ("backward.wgsl", text!("../../wgsl/backward.wgsl")),
     ("backward_subgroup.wgsl", text!("../../wgsl/backward_subgroup.wgsl")),
     ("captured.wgsl", text!("../../wgsl/captured.wgsl")),
+    ("cluster.wgsl", text!("../../wgsl/cluster.wgsl")),
     ("common.wgsl", text!("../../wgsl/common.wgsl")),
     #[cfg(not(target_arch = "wasm32"))]
     ("coop_f16.wgsl", text!("../../wgsl/coop_f16.wgsl")),
