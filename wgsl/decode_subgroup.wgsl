@@ -3,9 +3,8 @@
 //
 // The query rows of all heads that share a kv head are packed, ROWS to a workgroup, so that k and v are
 // read once per kv head. A workgroup walks p.split_len keys, STEP at a time: 32 for each of its CLUSTERS,
-// which are eight neighbouring lanes of a subgroup. A cluster's keys are a part of their own. Its lane x
-// holds the columns x + 8 j of S and the vec4 x + 8 c of q and of O; what a lane needs of the others it
-// gets by shuffle. The order of the parts is fixed, so the result is the same every time.
+// which are eight neighbouring lanes of a subgroup. A cluster's keys are a part of their own. The order of
+// the parts is fixed, so the result is the same every time.
 
 //#include common.wgsl
 //#include lookup.wgsl
@@ -17,13 +16,8 @@ const THREADS: u32 = 64u;
 const ROWS: u32 = 4u;       // packed query rows
 
 const COLUMNS: u32 = 4u;
-const TILE_KV: u32 = 8u * COLUMNS;
 const CLUSTERS: u32 = THREADS / 8u;
 const STEP: u32 = CLUSTERS * TILE_KV;
-const HEAD_QUADS: u32 = (HEAD_DIM + 3u) / 4u;
-const V_QUADS: u32 = (V_DIM + 3u) / 4u;
-const IN: u32 = (HEAD_QUADS + 7u) / 8u;    // vec4 of a row of q in one lane
-const OUT: u32 = (V_QUADS + 7u) / 8u;      // vec4 of a row of O in one lane
 
 @group(0) @binding(0) var<storage, read> q: array<Word>;              // [B, Hq, L, D], L at most 32
 @group(0) @binding(1) var<storage, read> k: array<Word>;              // [Bkv, Hkv, S, D]
@@ -38,7 +32,7 @@ const OUT: u32 = (V_QUADS + 7u) / 8u;      // vec4 of a row of O in one lane
 //#include load_f32.wgsl
 //@end
 
-//#include cluster.wgsl
+//#include online_softmax.wgsl
 
 @compute @workgroup_size(THREADS)
 fn split_subgroup(
@@ -60,33 +54,22 @@ fn split_subgroup(
   let number = local / 8u;                          // of the cluster in the workgroup
 
   let kv_len = kv_len_of(b);
-  let q_base = p.q.x + b * p.q.y + kv_head * p.group * p.q.z;
-  let k_base = p.k.x + b * p.k.y + kv_head * p.k.z;
-  let v_base = p.v.x + b * p.v.y + kv_head * p.v.z;
-
+  let k_place = Place(K, p.k.x + b * p.k.y + kv_head * p.k.z, p.k.w, kv_len - 1u);
+  let v_place = Place(V, p.v.x + b * p.v.y + kv_head * p.v.z, p.v.w, kv_len - 1u);
   var q_head = array<u32, ROWS>();
   var q_pos = array<i32, ROWS>();
   var row = array<Row, ROWS>();
-  var rows_q = array<array<vec4<f32>, IN>, ROWS>();
-  var m = array<f32, ROWS>();                       // row max so far, in base 2
-  var l = array<f32, ROWS>();                       // row sum so far, of this lane's columns
-  var o = array<array<vec4<f32>, OUT>, ROWS>();
+  var m = Scores();                                 // row max so far, in base 2
+  var l = Scores();                                 // row sum so far, of this lane's columns
+  var o = Rows();                                   // output so far, times the row sum
+  var q_rows = Rows();
   for (var i = 0u; i < ROWS; i += 1u) {
     let n = min(first_row + i, rows - 1u);
     q_head[i] = kv_head * p.group + n / p.q_len;
     q_pos[i] = i32(n % p.q_len) + q_offset_of(b);
-    row[i] = row_mod(i32(b), i32(q_head[i]), q_pos[i]);
     m[i] = FLOOR;
-    l[i] = 0.0;
-    for (var c = 0u; c < IN; c += 1u) {
-      let quad = x + 8u * c;
-      rows_q[i][c] = vec4<f32>(0.0);
-      if (quad < HEAD_QUADS) {
-        let at = q_base + (n / p.q_len) * p.q.z + (n % p.q_len) * p.q.w + 4u * quad;
-        rows_q[i][c] = widen(load_q(at, HEAD_DIM - 4u * quad));
-      }
-    }
-    for (var c = 0u; c < OUT; c += 1u) { o[i][c] = vec4<f32>(0.0); }
+    row[i] = row_mod(i32(b), i32(q_head[i]), q_pos[i]);
+    q_rows[i] = line(Place(Q, p.q.x + b * p.q.y + q_head[i] * p.q.z, p.q.w, p.q_len - 1u), n % p.q_len, x);
   }
 
   let end = min(begin + p.split_len, kv_len);
@@ -105,68 +88,27 @@ fn split_subgroup(
     let kv0 = step + number * TILE_KV;
     let tile = 2u * (kv0 % BLOCK / TILE_KV);
 
-    // S = q k^T
-    var s = array<array<f32, COLUMNS>, ROWS>();
-    var k_at = array<u32, COLUMNS>();
-    for (var j = 0u; j < COLUMNS; j += 1u) {
-      for (var i = 0u; i < ROWS; i += 1u) { s[i][j] = 0.0; }
-      k_at[j] = k_base + min(kv0 + x + 8u * j, kv_len - 1u) * p.k.w;
-    }
-    for (var c = 0u; c < IN; c += 1u) {
-      for (var d = 0u; d < min(8u, HEAD_QUADS - 8u * c) + p.zero; d += 1u) {
-        var a = array<vec4<f32>, ROWS>();
-        for (var i = 0u; i < ROWS; i += 1u) { a[i] = subgroupShuffle(rows_q[i][c], cluster + d); }
-        let quad = 8u * c + d;
-        for (var j = 0u; j < COLUMNS; j += 1u) {
-          let value = widen(load_k(k_at[j] + 4u * quad, HEAD_DIM - 4u * quad));
-          for (var i = 0u; i < ROWS; i += 1u) { s[i][j] += dot(a[i], value); }
-        }
-      }
-    }
+    var s = scores(&q_rows, k_place, kv0, x);
 
-    // Mods, then the online softmax. A masked pair is excluded whatever score_mod gave for it; a score
-    // of -inf is masked.
+    // Mods. A masked pair is excluded whatever score_mod gave for it; a score of -inf is masked.
+    var keep = Kept();
     for (var i = 0u; i < ROWS; i += 1u) {
       var kinds = shared_kinds;
       if (p.mask_heads > 1u) { kinds = kinds_of(b, q_head[i], min(kv0, kv_len - 1u) / BLOCK); }
       let kind = (kinds >> tile) & 3u;
-      var keep = array<bool, COLUMNS>();
-      var m_lane = m[i];
       for (var j = 0u; j < COLUMNS; j += 1u) {
         let kv = kv0 + x + 8u * j;
-        let score = score_mod(s[i][j] * p.scale, row[i], i32(b), i32(q_head[i]), q_pos[i], i32(kv));
-        keep[j] = !is_minus_infinity(score) && kv < kv_len && kind != EMPTY;
-        if (keep[j] && kind == PARTIAL) {
-          keep[j] = mask_mod(row[i], i32(b), i32(q_head[i]), q_pos[i], i32(kv));
+        let score = score_mod(s[j][i] * p.scale, row[i], i32(b), i32(q_head[i]), q_pos[i], i32(kv));
+        s[j][i] = score * LOG2E;
+        keep[j][i] = !is_minus_infinity(score) && kv < kv_len && kind != EMPTY;
+        if (keep[j][i] && kind == PARTIAL) {
+          keep[j][i] = mask_mod(row[i], i32(b), i32(q_head[i]), q_pos[i], i32(kv));
         }
-        // Not max(): a NaN that is kept has to stay.
-        s[i][j] = select(score * LOG2E, FLOOR, score * LOG2E < FLOOR || !keep[j]);
-        m_lane = max(m_lane, s[i][j]);
       }
-      let m_new = cluster_max(m_lane);
-      let shrink = exp2(m[i] - m_new);
-      m[i] = m_new;
-      l[i] *= shrink;
-      for (var j = 0u; j < COLUMNS; j += 1u) {
-        s[i][j] = select(0.0, exp2(s[i][j] - m_new), keep[j]);
-        l[i] += s[i][j];
-      }
-      for (var c = 0u; c < OUT; c += 1u) { o[i][c] *= shrink; }
     }
 
-    // O += P v. Rows past kv_len have P = 0; the last one stands for them, as they may be NaN.
-    for (var y = 0u; y < 8u + p.zero; y += 1u) {
-      for (var j = 0u; j < COLUMNS; j += 1u) {
-        let v_at = v_base + min(kv0 + y + 8u * j, kv_len - 1u) * p.v.w;
-        var weight = array<f32, ROWS>();
-        for (var i = 0u; i < ROWS; i += 1u) { weight[i] = subgroupShuffle(s[i][j], cluster + y); }
-        for (var c = 0u; c < OUT; c += 1u) {
-          let quad = min(x + 8u * c, V_QUADS - 1u);
-          let value = widen(load_v(v_at + 4u * quad, V_DIM - 4u * quad));
-          for (var i = 0u; i < ROWS; i += 1u) { o[i][c] += weight[i] * value; }
-        }
-      }
-    }
+    soften(&s, &keep, &m, &l, &o);
+    add_values(&o, &s, v_place, kv0, x, cluster);
   }
 
   let part = id % splits * CLUSTERS + number;
@@ -176,7 +118,7 @@ fn split_subgroup(
     let n = first_row + i;
     if (n < rows) {
       let partial = ((b * p.q_heads + q_head[i]) * p.q_len + n % p.q_len) * p.splits + part;
-      for (var c = 0u; c < OUT; c += 1u) {
+      for (var c = 0u; c < QUADS; c += 1u) {
         for (var e = 0u; e < 4u; e += 1u) {
           let column = 4u * (x + 8u * c) + e;
           if (column < V_DIM) { partials[partial * V_DIM + column] = o[i][c][e]; }

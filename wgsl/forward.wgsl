@@ -81,9 +81,9 @@ fn stage_v(base: u32, kv: u32, kv_len: u32, first: u32, local: u32) {
 
 @compute @workgroup_size(THREADS)
 fn forward(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) local: u32) {
-  let id = workgroup.x + workgroup.y * p.fold + p.first_group;
-  if (id >= p.groups) { return; }
   let tiles = (p.q_len + TILE_Q - 1u) / TILE_Q;
+  let id = tile_of(workgroup, tiles);
+  if (id >= p.groups) { return; }
   let first_row = (id % tiles) * TILE_Q;
   let h = (id / tiles) % p.q_heads;
   let b = id / (tiles * p.q_heads);

@@ -100,9 +100,9 @@ fn forward_coop(
   @builtin(subgroup_id) subgroup: u32,
   @builtin(num_subgroups) subgroups: u32,
 ) {
-  let id = workgroup.x + workgroup.y * p.fold + p.first_group;
-  if (id >= p.groups) { return; }
   let tiles = (p.q_len + TILE - 1u) / TILE;
+  let id = tile_of(workgroup, tiles);
+  if (id >= p.groups) { return; }
   let first_row = (id % tiles) * TILE;
   let h = (id / tiles) % p.q_heads;
   let b = id / (tiles * p.q_heads);

@@ -14,6 +14,16 @@ const PARTIAL: u32 = 1u;
 const FULL: u32 = 2u;
 const ALL_FULL: u32 = 0xaaaaaaaau;
 
+// The tile of query rows that a workgroup computes, counted over batch entries, heads and tiles of rows.
+// First and last tiles take turns: wherever a device cuts the order, the parts are as much work under a
+// triangular mask. A launch is of whole heads, or of some tiles of one.
+fn tile_of(workgroup: vec3<u32>, tiles: u32) -> u32 {
+  let n = workgroup.x + workgroup.y * p.fold;
+  let span = max(min(tiles, p.groups - p.first_group), 1u);
+  let turn = n % span;
+  return p.first_group + n - turn + select(span - 1u - turn / 2u, turn / 2u, turn % 2u == 1u);
+}
+
 struct Walk {
   run: u32,            // next run, a word offset in tables
   run_end: u32,

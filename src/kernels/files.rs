@@ -105,6 +105,7 @@ pub const WGSL_FILES: &[(&str, &str)] = &[
     ("mods.wgsl", text!("../../wgsl/mods.wgsl")),
     ("mods_grad.wgsl", text!("../../wgsl/mods_grad.wgsl")),
     ("mods_terms.wgsl", text!("../../wgsl/mods_terms.wgsl")),
+    ("online_softmax.wgsl", text!("../../wgsl/online_softmax.wgsl")),
     ("pair.wgsl", text!("../../wgsl/pair.wgsl")),
     ("recompute.wgsl", text!("../../wgsl/recompute.wgsl")),
     ("walk.wgsl", text!("../../wgsl/walk.wgsl")),

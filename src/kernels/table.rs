@@ -103,6 +103,20 @@ const fn unstaged(
     TileRow { kernel, adapter, element, head_dim, v_dim, tile }
 }
 
+/// The row of the forward kernel with subgroups: clusters of 8 invocations with `rows` query rows each, and
+/// `columns` columns of their scores in a lane.
+const fn rows_over_lanes(
+    adapter: Adapter,
+    element: u32,
+    up_to: u32,
+    threads: u32,
+    rows: u32,
+    columns: u32,
+) -> TileRow {
+    let tile = Tile { threads, rows, columns, chunk: 0, v_rows: 0, stages: 0 };
+    TileRow { kernel: Kernel::ForwardSubgroup, adapter, element, head_dim: up_to, v_dim: up_to, tile }
+}
+
 /// The row of the kernel with cooperative matrices of `edge` x `edge`: four subgroups of 8 lanes, or of 32.
 const fn matrices(adapter: Adapter, element: u32, up_to: u32, edge: u32, chunk: u32) -> TileRow {
     let threads = match adapter {
@@ -183,18 +197,18 @@ pub const TILES: &[TileRow] = &[
     decode(Kernel::DecodeCombine, 2, [ANY, 128], 32, 32),
     decode(Kernel::DecodeCombine, 2, [ANY, 256], 32, 16),
     decode(Kernel::DecodeCombine, 2, [ANY, 512], 32, 8),
-    unstaged(Kernel::ForwardSubgroup, Adapter::Software, 4, [64, 64], 8, 4),
-    unstaged(Kernel::ForwardSubgroup, Adapter::Software, 4, [64, 64], 8, 2),
-    unstaged(Kernel::ForwardSubgroup, Adapter::Software, 2, [64, 64], 8, 4),
-    unstaged(Kernel::ForwardSubgroup, Adapter::Software, 2, [64, 64], 8, 2),
-    unstaged(Kernel::ForwardSubgroup, Adapter::Any, 4, [128, 128], 4, 4),
-    unstaged(Kernel::ForwardSubgroup, Adapter::Any, 2, [128, 128], 4, 4),
-    unstaged(Kernel::ForwardSubgroup, Adapter::Any, 4, [256, 256], 2, 4),
-    wide(unstaged(Kernel::ForwardSubgroup, Adapter::Any, 4, [128, 128], 4, 4)),
-    unstaged(Kernel::ForwardSubgroup, Adapter::Any, 4, [128, 128], 4, 2),
-    wide(unstaged(Kernel::ForwardSubgroup, Adapter::Any, 2, [128, 128], 4, 4)),
-    unstaged(Kernel::ForwardSubgroup, Adapter::Any, 2, [128, 128], 4, 2),
-    unstaged(Kernel::ForwardSubgroup, Adapter::Any, 2, [256, 256], 2, 4),
+    rows_over_lanes(Adapter::Software, 4, 64, 32, 16, 1),
+    rows_over_lanes(Adapter::Software, 4, 128, 64, 8, 1),
+    rows_over_lanes(Adapter::Software, 2, 64, 32, 16, 1),
+    rows_over_lanes(Adapter::Software, 2, 128, 64, 8, 1),
+    rows_over_lanes(Adapter::Any, 4, 128, 64, 4, 2),
+    rows_over_lanes(Adapter::Any, 4, 128, 64, 4, 1),
+    rows_over_lanes(Adapter::Any, 4, 128, 128, 4, 2),
+    rows_over_lanes(Adapter::Any, 4, 256, 64, 2, 1),
+    rows_over_lanes(Adapter::Any, 2, 128, 64, 4, 2),
+    rows_over_lanes(Adapter::Any, 2, 128, 64, 4, 1),
+    rows_over_lanes(Adapter::Any, 2, 128, 128, 4, 2),
+    rows_over_lanes(Adapter::Any, 2, 256, 64, 2, 1),
     matrices(Adapter::Software, 2, 64, 8, 16),
     matrices(Adapter::Software, 2, 256, 8, 32),
     matrices(Adapter::Any, 2, 64, 8, 16),

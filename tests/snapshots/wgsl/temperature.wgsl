@@ -85,6 +85,16 @@ const PARTIAL: u32 = 1u;
 const FULL: u32 = 2u;
 const ALL_FULL: u32 = 0xaaaaaaaau;
 
+// The tile of query rows that a workgroup computes, counted over batch entries, heads and tiles of rows.
+// First and last tiles take turns: wherever a device cuts the order, the parts are as much work under a
+// triangular mask. A launch is of whole heads, or of some tiles of one.
+fn tile_of(workgroup: vec3<u32>, tiles: u32) -> u32 {
+  let n = workgroup.x + workgroup.y * p.fold;
+  let span = max(min(tiles, p.groups - p.first_group), 1u);
+  let turn = n % span;
+  return p.first_group + n - turn + select(span - 1u - turn / 2u, turn / 2u, turn % 2u == 1u);
+}
+
 struct Walk {
   run: u32,            // next run, a word offset in tables
   run_end: u32,
@@ -277,9 +287,9 @@ fn stage_v(base: u32, kv: u32, kv_len: u32, first: u32, local: u32) {
 
 @compute @workgroup_size(THREADS)
 fn forward(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) local: u32) {
-  let id = workgroup.x + workgroup.y * p.fold + p.first_group;
-  if (id >= p.groups) { return; }
   let tiles = (p.q_len + TILE_Q - 1u) / TILE_Q;
+  let id = tile_of(workgroup, tiles);
+  if (id >= p.groups) { return; }
   let first_row = (id % tiles) * TILE_Q;
   let h = (id / tiles) % p.q_heads;
   let b = id / (tiles * p.q_heads);
