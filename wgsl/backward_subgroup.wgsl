@@ -29,6 +29,7 @@ const DV: bool = true;      // and dv
 //#include pair.wgsl
 
 const TILE_ROWS: u32 = THREADS / 8u * ROWS;             // 32 or 64
+
 @group(0) @binding(7) var<storage, read_write> out: array<OutWord>;  // dq [B, Hq, L, D]; dk [Bkv, Hkv, S, D] | dv [Bkv, Hkv, S, Dv]
 
 //#include cluster.wgsl

@@ -14,7 +14,7 @@ const HEAD_DIM: u32 = 64u;
 const V_DIM: u32 = 64u;
 const THREADS: u32 = 64u;
 const ROWS: u32 = 4u;       // query rows of a cluster
-const COLUMNS: u32 = 4u;    // columns of a lane: 1, 2 or 4
+const COLUMNS: u32 = 2u;    // columns of a lane: 1 or 2
 
 const TILE_Q: u32 = THREADS / 8u * ROWS;
 

@@ -103,20 +103,6 @@ const fn unstaged(
     TileRow { kernel, adapter, element, head_dim, v_dim, tile }
 }
 
-/// The row of the forward kernel with subgroups: clusters of 8 invocations with `rows` query rows each, and
-/// `columns` columns of their scores in a lane.
-const fn rows_over_lanes(
-    adapter: Adapter,
-    element: u32,
-    up_to: u32,
-    threads: u32,
-    rows: u32,
-    columns: u32,
-) -> TileRow {
-    let tile = Tile { threads, rows, columns, chunk: 0, v_rows: 0, stages: 0 };
-    TileRow { kernel: Kernel::ForwardSubgroup, adapter, element, head_dim: up_to, v_dim: up_to, tile }
-}
-
 /// The row of the kernel with cooperative matrices of `edge` x `edge`: four subgroups of 8 lanes, or of 32.
 const fn matrices(adapter: Adapter, element: u32, up_to: u32, edge: u32, chunk: u32) -> TileRow {
     let threads = match adapter {
@@ -133,17 +119,18 @@ const fn gradient(kernel: Kernel, element: u32, up_to: u32, chunk: u32, stages: 
     TileRow { kernel, adapter: Adapter::Any, element, head_dim: up_to, v_dim: up_to, tile }
 }
 
-/// The row of a gradient kernel that stages nothing: clusters of 8 invocations with `rows` rows each.
+/// The row of a kernel that spreads rows over lanes: clusters of 8 invocations with `rows` rows each, and
+/// `columns` columns of their scores in a lane.
 const fn clusters(
     kernel: Kernel,
     adapter: Adapter,
     element: u32,
     up_to: u32,
     threads: u32,
-    rows: u32,
+    [rows, columns]: [u32; 2],
 ) -> TileRow {
-    let tile = Tile { threads, rows, columns: 1, chunk: 0, v_rows: 0, stages: 0 };
-    TileRow { kernel, adapter, element, head_dim: up_to, v_dim: up_to, tile }
+    let row = unstaged(kernel, adapter, element, [up_to; 2], rows, columns);
+    TileRow { tile: Tile { threads, ..row.tile }, ..row }
 }
 
 /// The tiles, best first among those for one kernel, element size and dims. For each there is one that
@@ -197,18 +184,18 @@ pub const TILES: &[TileRow] = &[
     decode(Kernel::DecodeCombine, 2, [ANY, 128], 32, 32),
     decode(Kernel::DecodeCombine, 2, [ANY, 256], 32, 16),
     decode(Kernel::DecodeCombine, 2, [ANY, 512], 32, 8),
-    rows_over_lanes(Adapter::Software, 4, 64, 32, 16, 1),
-    rows_over_lanes(Adapter::Software, 4, 128, 64, 8, 1),
-    rows_over_lanes(Adapter::Software, 2, 64, 32, 16, 1),
-    rows_over_lanes(Adapter::Software, 2, 128, 64, 8, 1),
-    rows_over_lanes(Adapter::Any, 4, 128, 64, 4, 2),
-    rows_over_lanes(Adapter::Any, 4, 128, 64, 4, 1),
-    rows_over_lanes(Adapter::Any, 4, 128, 128, 4, 2),
-    rows_over_lanes(Adapter::Any, 4, 256, 64, 2, 1),
-    rows_over_lanes(Adapter::Any, 2, 128, 64, 4, 2),
-    rows_over_lanes(Adapter::Any, 2, 128, 64, 4, 1),
-    rows_over_lanes(Adapter::Any, 2, 128, 128, 4, 2),
-    rows_over_lanes(Adapter::Any, 2, 256, 64, 2, 1),
+    clusters(Kernel::ForwardSubgroup, Adapter::Software, 4, 64, 32, [16, 1]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Software, 4, 128, 64, [8, 1]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Software, 2, 64, 32, [16, 1]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Software, 2, 128, 64, [8, 1]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Any, 4, 128, 64, [4, 2]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Any, 4, 128, 64, [4, 1]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Any, 4, 128, 128, [4, 2]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Any, 4, 256, 64, [2, 1]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Any, 2, 128, 64, [4, 2]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Any, 2, 128, 64, [4, 1]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Any, 2, 128, 128, [4, 2]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Any, 2, 256, 64, [2, 1]),
     matrices(Adapter::Software, 2, 64, 8, 16),
     matrices(Adapter::Software, 2, 256, 8, 32),
     matrices(Adapter::Any, 2, 64, 8, 16),
@@ -236,18 +223,18 @@ pub const TILES: &[TileRow] = &[
     gradient(Kernel::Dkv, 2, 64, 16, 3),
     gradient(Kernel::Dkv, 2, 128, 32, 3),
     gradient(Kernel::Dkv, 2, 1024, 16, 2),
-    clusters(Kernel::DqSubgroup, Adapter::Software, 4, 64, 32, 8),
-    clusters(Kernel::DqSubgroup, Adapter::Software, 2, 64, 32, 8),
-    clusters(Kernel::DkvSubgroup, Adapter::Software, 4, 64, 32, 8),
-    clusters(Kernel::DkvSubgroup, Adapter::Software, 2, 64, 32, 8),
-    clusters(Kernel::DqSubgroup, Adapter::Any, 4, 64, 64, 4),
-    clusters(Kernel::DqSubgroup, Adapter::Any, 4, 128, 64, 2),
-    clusters(Kernel::DqSubgroup, Adapter::Any, 2, 64, 64, 4),
-    clusters(Kernel::DqSubgroup, Adapter::Any, 2, 128, 64, 2),
-    clusters(Kernel::DkvSubgroup, Adapter::Any, 4, 64, 64, 4),
-    clusters(Kernel::DkvSubgroup, Adapter::Any, 4, 128, 64, 2),
-    clusters(Kernel::DkvSubgroup, Adapter::Any, 2, 64, 64, 4),
-    clusters(Kernel::DkvSubgroup, Adapter::Any, 2, 128, 64, 2),
+    clusters(Kernel::DqSubgroup, Adapter::Software, 4, 64, 32, [8, 1]),
+    clusters(Kernel::DqSubgroup, Adapter::Software, 2, 64, 32, [8, 1]),
+    clusters(Kernel::DkvSubgroup, Adapter::Software, 4, 64, 32, [8, 1]),
+    clusters(Kernel::DkvSubgroup, Adapter::Software, 2, 64, 32, [8, 1]),
+    clusters(Kernel::DqSubgroup, Adapter::Any, 4, 64, 64, [4, 1]),
+    clusters(Kernel::DqSubgroup, Adapter::Any, 4, 128, 64, [2, 1]),
+    clusters(Kernel::DqSubgroup, Adapter::Any, 2, 64, 64, [4, 1]),
+    clusters(Kernel::DqSubgroup, Adapter::Any, 2, 128, 64, [2, 1]),
+    clusters(Kernel::DkvSubgroup, Adapter::Any, 4, 64, 64, [4, 1]),
+    clusters(Kernel::DkvSubgroup, Adapter::Any, 4, 128, 64, [2, 1]),
+    clusters(Kernel::DkvSubgroup, Adapter::Any, 2, 64, 64, [4, 1]),
+    clusters(Kernel::DkvSubgroup, Adapter::Any, 2, 128, 64, [2, 1]),
     gradient(Kernel::CapturedRows, 4, 32, 8, 3),
     gradient(Kernel::CapturedRows, 4, 64, 16, 3),
     gradient(Kernel::CapturedRows, 4, 1024, 8, 2),
