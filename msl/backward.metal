@@ -97,7 +97,7 @@ kernel void dq(device const Elem* q [[buffer(0)]],               // [B, Hq, L, D
       const uint at = own + 8u * r;
       if (at >= p.q_len) continue;
       device Elem* to = out + p.dq.x + ulong(b) * p.dq.y + ulong(h) * p.dq.z + ulong(at) * p.dq.w;
-      store_row<DQ_PACK, DQ_GROUPS>(to, gradient[r], chunk, HEAD_DIM, p.scale, lane);
+      store_row<DQ_PACK, DQ_GROUPS>(to, gradient[r], chunk, HEAD_DIM, p.scale, p.accumulate != 0u, lane);
     }
   }
 }
@@ -190,8 +190,8 @@ kernel void dkv(device const Elem* q [[buffer(0)]],              // [B, Hq, L, D
       if (at >= p.kv_len) continue;
       device Elem* to_k = out + p.dk.x + ulong(kv_batch) * p.dk.y + ulong(kv_head) * p.dk.z + ulong(at) * p.dk.w;
       device Elem* to_v = out + p.dv.x + ulong(kv_batch) * p.dv.y + ulong(kv_head) * p.dv.z + ulong(at) * p.dv.w;
-      if (DK) store_row<DQ_PACK, DQ_GROUPS>(to_k, dk[r], chunk, HEAD_DIM, p.scale, lane);
-      if (DV) store_row<DV_PACK, DV_GROUPS>(to_v, dv[r], chunk, V_DIM, 1.0f, lane);
+      if (DK) store_row<DQ_PACK, DQ_GROUPS>(to_k, dk[r], chunk, HEAD_DIM, p.scale, p.accumulate != 0u, lane);
+      if (DV) store_row<DV_PACK, DV_GROUPS>(to_v, dv[r], chunk, V_DIM, 1.0f, p.accumulate != 0u, lane);
     }
   }
 }

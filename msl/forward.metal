@@ -70,7 +70,7 @@ kernel void forward(device const Elem* q [[buffer(0)]],          // [B, Hq, L, D
       float factor = 1.0f / sum;
       if (p.sinks_at != NONE) factor /= 1.0f + exp(as_type<float>(tables[p.sinks_at + h]) - lse);
       device Elem* out_row = out + p.out.x + ulong(b) * p.out.y + ulong(h) * p.out.z + ulong(at) * p.out.w;
-      store_row<V_PACK, V_GROUPS>(out_row, online.o[r], chunk, V_DIM, empty ? 0.0f : factor, lane);
+      store_row<V_PACK, V_GROUPS>(out_row, online.o[r], chunk, V_DIM, empty ? 0.0f : factor, false, lane);
       if (lane_col(lane) == 0u && chunk == 0u) {
         const ulong stat = ulong(b * p.q_heads + h) * p.q_len + at;
         if (p.lse_at != NONE) stats[p.lse_at + stat] = as_type<float>(empty ? MINUS_INFINITY : as_type<uint>(lse));

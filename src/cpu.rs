@@ -204,7 +204,7 @@ impl Cpu {
         let out = View::new(params.out, dispatch.spec.v_dim as usize, dispatch.spec.dtype);
         change(&dispatch.bindings[3], |words| {
             for (item, output) in items.iter().zip(&outputs) {
-                store(words, out, item, &output.out);
+                store(words, out, item, &output.out, false);
             }
         });
         change(&dispatch.bindings[4], |words| {
@@ -269,7 +269,8 @@ impl Cpu {
         })?;
         let dq = View::new(params.dq, dispatch.spec.head_dim as usize, dispatch.spec.dtype);
         change(&dispatch.bindings[7], |words| {
-            items.iter().zip(&outputs).for_each(|(item, values)| store(words, dq, item, values));
+            let add = params.accumulate != 0;
+            items.iter().zip(&outputs).for_each(|(item, values)| store(words, dq, item, values, add));
         });
         Ok(())
     }
@@ -289,7 +290,7 @@ impl Cpu {
             for (item, gradients) in items.iter().zip(&outputs) {
                 for ((view, values), wanted) in [dk, dv].into_iter().zip(gradients).zip(dispatch.spec.dkv) {
                     if wanted {
-                        store(words, view, item, values);
+                        store(words, view, item, values, params.accumulate != 0);
                     }
                 }
             }
@@ -342,11 +343,19 @@ impl Cpu {
     }
 }
 
-/// Stores the rows of an item, which lie `padded` columns apart.
-fn store(words: &mut [u32], view: View, item: &Item, values: &[f32]) {
+/// Stores the rows of an item, which lie `padded` columns apart; with `add` on top of what is there.
+fn store(words: &mut [u32], view: View, item: &Item, values: &[f32], add: bool) {
     let rows = values.chunks_exact(matrix::padded(view.columns));
+    let mut widened = Vec::new();
     for (row, values) in item.rows.clone().zip(rows) {
-        view.write(words, [item.b, item.h, row], values);
+        let row = [item.b, item.h, row];
+        if add {
+            let old = view.read(words, row, &mut widened);
+            let sums: Vec<f32> = old.iter().zip(values).map(|(old, value)| old + value).collect();
+            view.write(words, row, &sums);
+        } else {
+            view.write(words, row, values);
+        }
     }
 }
 

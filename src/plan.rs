@@ -16,6 +16,7 @@ mod captures;
 mod decode;
 mod lists;
 mod merge;
+mod parts;
 mod split;
 
 use crate::error::{Error, Result};
@@ -316,7 +317,8 @@ pub fn forward(call: &Forward<'_>, profile: &Profile, cache: &Cache) -> Result<P
         ))
     })?;
 
-    let cutter = split::Cutter { call, profile, tiles: tiles as u32, tile_q, groups, work, may_range: true };
+    let grid = split::Grid { heads: shape.q_heads, group: shape.group(), rows: shape.q_len, tile: tile_q };
+    let cutter = split::Cutter { call, profile, grid, groups, work, may_range: true };
     let mut passes = Vec::new();
     let mut merge = None;
     for piece in cutter.pieces()? {

@@ -7,7 +7,9 @@ mod random;
 mod wanted;
 
 use flexattn::expr::{Gradient, Input};
-use flexattn::{Attention, Capture, DType, Gpu, Gradients, MaskMod, Saved, ScoreMod, Tensor, Tier, Wanted};
+use flexattn::{
+    Attention, Capture, DType, Gpu, Gradients, MaskMod, Runtime, Saved, ScoreMod, Tensor, Tier, Wanted,
+};
 use flexattn_testing::problem::Numbers;
 use flexattn_testing::{Budget, Golden};
 use half::{bf16, f16};
@@ -24,11 +26,13 @@ fn tiers() -> Vec<Gpu> {
     found
 }
 
-fn upload(gpu: &Gpu, data: &[f32], shape: [usize; 4], dtype: DType) -> Tensor {
+fn upload<R: Runtime>(on: &R, data: &[f32], shape: [usize; 4], dtype: DType) -> Tensor<R> {
     match dtype {
-        DType::F32 => gpu.tensor(data, shape),
-        DType::F16 => gpu.tensor(&data.iter().map(|&x| f16::from_f32(x)).collect::<Vec<_>>(), shape),
-        DType::BF16 => gpu.tensor(&data.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>(), shape),
+        DType::F32 => Tensor::upload(on, data, shape),
+        DType::F16 => Tensor::upload(on, &data.iter().map(|&x| f16::from_f32(x)).collect::<Vec<_>>(), shape),
+        DType::BF16 => {
+            Tensor::upload(on, &data.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>(), shape)
+        }
     }
     .unwrap()
 }

@@ -119,7 +119,7 @@ fn dq(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_ind
       let quad = tx + 8u * c;
       if (r < p.q_len && quad < HEAD_QUADS) {
         let at = p.dq.x + b * p.dq.y + h * p.dq.z + r * p.dq.w + 4u * quad;
-        store_out(at, HEAD_DIM - 4u * quad, gradient[i][c] * p.scale);
+        store_gradient(at, HEAD_DIM - 4u * quad, gradient[i][c] * p.scale);
       }
     }
   }
@@ -199,11 +199,11 @@ fn dkv(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_in
       let quad = tx + 8u * c;
       if (DK && r < p.kv_len && quad < HEAD_QUADS) {
         let at = p.dk.x + kv_batch * p.dk.y + kv_head * p.dk.z + r * p.dk.w + 4u * quad;
-        store_out(at, HEAD_DIM - 4u * quad, dk[i][c] * p.scale);
+        store_gradient(at, HEAD_DIM - 4u * quad, dk[i][c] * p.scale);
       }
       if (DV && r < p.kv_len && quad < V_QUADS) {
         let at = p.dv.x + kv_batch * p.dv.y + kv_head * p.dv.z + r * p.dv.w + 4u * quad;
-        store_out(at, V_DIM - 4u * quad, dv[i][c]);
+        store_gradient(at, V_DIM - 4u * quad, dv[i][c]);
       }
     }
   }

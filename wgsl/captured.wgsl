@@ -46,6 +46,11 @@ fn column_sum_at(term: u32, column: u32) -> u32 {
   return row_sum_at(ROW_TERMS, 0u) + term * p.batch * p.q_heads * p.kv_len + column;
 }
 
+// To an element that no other invocation adds to.
+fn add_owned(at: u32, value: f32) {
+  atomicStore(&gradients[at], bitcast<u32>(bitcast<f32>(atomicLoad(&gradients[at])) + value));
+}
+
 fn add_atomically(at: u32, value: f32) {
   var old = atomicLoad(&gradients[at]);
   loop {
@@ -55,7 +60,7 @@ fn add_atomically(at: u32, value: f32) {
   }
 }
 
-// The sum over the 8 invocations of each row, written where tx is 0.
+// The sum over the 8 invocations of each row, added to what earlier launches have found, where tx is 0.
 fn reduce_rows(value: array<f32, ROWS>, base: u32, first: u32, count: u32, local: u32) {
   let tx = local % 8u;
   let ty = local / 8u;
@@ -67,7 +72,7 @@ fn reduce_rows(value: array<f32, ROWS>, base: u32, first: u32, count: u32, local
     if (tx == 0u && r < count) {
       var sum = 0.0;
       for (var x = 0u; x < 8u; x += 1u) { sum += reduced[(ty + 8u * i) * 8u + x]; }
-      atomicStore(&gradients[base + r], bitcast<u32>(sum));
+      add_owned(base + r, sum);
     }
   }
 }
@@ -89,6 +94,9 @@ fn rows(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     let b = head / p.q_heads;
     let h = head % p.q_heads;
     let kv_len = kv_len_of(b);
+    var walk = walk_row(b, h, first_row, kv_len);
+    // A head may lie outside of what this launch binds; then its lists are empty.
+    if (walk.run == walk.run_end && walk.partial == walk.partial_end) { continue; }
     let q_rows = Rows(Q, p.q.x + b * p.q.y + h * p.q.z, p.q.w, first_row, p.q_len);
     let dout_rows = Rows(DOUT, p.dout.x + b * p.dout.y + h * p.dout.z, p.dout.w, first_row, p.q_len);
     if (RESIDENT) {
@@ -99,7 +107,6 @@ fn rows(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
     var sum = array<array<f32, ROWS>, R>();
     for (var t = 0u; t < R; t += 1u) { for (var i = 0u; i < ROWS; i += 1u) { sum[t][i] = 0.0; } }
 
-    var walk = walk_row(b, h, first_row, kv_len);
     while (next_tile(&walk)) {
       let k_rows = Rows(K, p.k.x + b * p.k.y + (h / p.group) * p.k.z, p.k.w, walk.first, kv_len);
       let v_rows = Rows(V, p.v.x + b * p.v.y + (h / p.group) * p.v.z, p.v.w, walk.first, kv_len);
@@ -181,10 +188,6 @@ fn columns(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocatio
   }
 }
 
-fn add_owned(at: u32, value: u32) {
-  atomicStore(&gradients[at], bitcast<u32>(bitcast<f32>(atomicLoad(&gradients[at])) + bitcast<f32>(value)));
-}
-
 @compute @workgroup_size(64)
 fn scatter(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) local: u32) {
   let owner = workgroup.x * 64u + local;
@@ -192,14 +195,14 @@ fn scatter(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocatio
     for (var r = 0u; r < p.batch * p.q_heads * p.q_len; r += 1u) {
       let b = r / (p.q_heads * p.q_len);
       let at = row_element(t, i32(b), i32((r / p.q_len) % p.q_heads), i32(r % p.q_len) + q_offset_of(b));
-      if (at % OWNERS == owner) { add_owned(at, atomicLoad(&gradients[row_sum_at(t, r)])); }
+      if (at % OWNERS == owner) { add_owned(at, bitcast<f32>(atomicLoad(&gradients[row_sum_at(t, r)]))); }
     }
   }
   for (var t = 0u; t < COLUMN_TERMS; t += 1u) {
     for (var c = 0u; c < p.batch * p.q_heads * p.kv_len; c += 1u) {
       let b = c / (p.q_heads * p.kv_len);
       let at = column_element(t, i32(b), i32((c / p.kv_len) % p.q_heads), i32(c % p.kv_len));
-      if (at % OWNERS == owner) { add_owned(at, atomicLoad(&gradients[column_sum_at(t, c)])); }
+      if (at % OWNERS == owner) { add_owned(at, bitcast<f32>(atomicLoad(&gradients[column_sum_at(t, c)]))); }
     }
   }
 }

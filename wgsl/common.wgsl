@@ -29,7 +29,7 @@ struct Params {
   groups: u32,        // end of the workgroups that have work
   fold: u32,          // workgroups in x per step of y
   split_len: u32,     // decode: columns in a part, a multiple of 32
-  entries_at: u32,    // block_mask: in tables, the entries that it fills
+  accumulate: u32,    // gradients: 1 where a launch adds to what is there, 0 where it replaces it
   capture_at: u32,    // captured gradients: where this pass writes, in elements
   zero: u32,          // always 0, which a compiler cannot know: keeps long loops rolled
   q: vec4<u32>,       // view of q

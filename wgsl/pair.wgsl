@@ -35,5 +35,13 @@ fn pair(s: f32, dp: f32, stat: vec2<f32>, row: Row, b: u32, h: u32, q_pos: i32, 
 // dPost times a derivative of score_mod, which may be NaN or infinite where the pair is not kept.
 fn chain(d_post: f32, slope: f32) -> f32 { return select(d_post * slope, 0.0, d_post == 0.0); }
 
+// Four elements of a gradient, added to what an earlier launch has left there where this one only goes
+// through part of what is summed.
+fn store_gradient(at: u32, left: u32, value: vec4<f32>) {
+  var sum = value;
+  if (p.accumulate != 0u) { sum += widen(load_out(at, left)); }
+  store_out(at, left, sum);
+}
+
 // lse and delta of a query row.
 fn stats_of(row: u32) -> vec2<f32> { return vec2<f32>(stats[p.lse_at + row], stats[p.delta_at + row]); }

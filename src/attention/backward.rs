@@ -93,6 +93,9 @@ impl Attention {
     /// whose elements several pairs read (a table of distances): those sums are atomic. Kinks (abs, max,
     /// clamp) have PyTorch's derivatives, see [`crate::expr`].
     ///
+    /// Tensors that are longer than the device may bind at once are gone through in parts; a gradient of 16
+    /// bits is then rounded once for each part.
+    ///
     /// It gives no second derivatives, and no gradient of the scale, of masks or of scalars.
     ///
     /// # Errors

@@ -123,6 +123,10 @@ pub(super) fn rows<S: Simd>(
 ) -> Summands {
     let Scratch { widened, q, dout, k, v, tiles, raw, sums } = scratch;
     let mut summands = Vec::new();
+    if lists::blocks(launch.tables(), launch.list(item)).next().is_none() {
+        // Perhaps of a head outside of what this launch binds.
+        return summands;
+    }
     gather(launch, [item.b, item.h], item.rows.clone(), q, dout, widened);
     sums.clear();
     sums.resize(places.places.len() * BLOCK, 0.0);

@@ -119,8 +119,8 @@ params! {
     fold: u32,
     /// decode: columns in a part, a multiple of 32
     split_len: u32,
-    /// block_mask: in tables, the entries that it fills
-    entries_at: u32,
+    /// gradients: 1 where a launch adds to what is there, 0 where it replaces it
+    accumulate: u32,
     /// captured gradients: where this pass writes, in elements
     capture_at: u32,
     /// always 0, which a compiler cannot know: keeps long loops rolled

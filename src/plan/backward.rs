@@ -1,13 +1,16 @@
 //! Plans for the gradients: row statistics first, then each gradient that is wanted, in passes of its
 //! own, so that every sum has one owner.
 
-use super::{Cache, Forward, Operand, Pass, Plan, Role, Slot, Source, SpecKey, captures, fold, lists};
+use super::lists::{Lists, Part};
+use super::parts::{Bindings, Over, Target};
+use super::{Cache, Constant, Forward, Operand, Pass, Plan, Slot, Source, SpecKey, captures, fold, lists};
 use crate::error::{Error, Result};
 use crate::expr::ScoreMod;
 use crate::kernels::{F16, Kernel, KernelSpec, NONE, Params, Tile};
 use crate::lower;
 use crate::runtime::{Profile, Tier};
 use crate::shape::{DType, Layout};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 /// A backward call without its buffers.
@@ -137,22 +140,6 @@ pub fn backward(back: &Backward<'_>, profile: &Profile, cache: &Cache) -> Result
         .at(dk_layout.elements().next_multiple_of(4))?;
     let dq_layout = Layout::contiguous([shape.batch, shape.q_heads, shape.q_len, shape.head_dim])?;
 
-    let views = Views { profile };
-    let shared = shape.kv_batch == 1;
-    let (q, q_view) = views.of(Role::Q, &call.q, call.dtype, false)?;
-    let (k, k_view) = views.of(Role::K, &call.k, call.dtype, shared)?;
-    let (v, v_view) = views.of(Role::V, &call.v, call.dtype, shared)?;
-    let (out, out_view) = views.of(Role::Out, &call.out, call.dtype, false)?;
-    let (dout, dout_view) = views.of(Role::Dout, &back.dout, call.dtype, false)?;
-    let (lse, lse_view) = views.of(Role::Lse, &back.lse, DType::F32, false)?;
-    let (dlse, dlse_at) = match &back.dlse {
-        Some(dlse) => {
-            let (slot, view) = views.of(Role::Dlse, dlse, DType::F32, false)?;
-            (slot, view[0])
-        }
-        None => (Slot::whole(Source::Unread), NONE),
-    };
-
     let base = Params {
         batch: shape.batch as u32,
         q_heads: shape.q_heads as u32,
@@ -175,14 +162,6 @@ pub fn backward(back: &Backward<'_>, profile: &Profile, cache: &Cache) -> Result
         dlse_at: NONE,
         capture_at: NONE,
         scale: call.scale,
-        q: q_view,
-        k: k_view,
-        v: v_view,
-        out: out_view,
-        dout: dout_view,
-        dq: super::split::view(&dq_layout, 0, false),
-        dk: super::split::view(&dk_layout, 0, shared),
-        dv: super::split::view(&dv_layout, 0, shared),
         ..Params::default()
     };
     let mut info = packed.info(&mods)?;
@@ -192,106 +171,82 @@ pub fn backward(back: &Backward<'_>, profile: &Profile, cache: &Cache) -> Result
         }
     }
 
+    let bindings = Bindings { back, profile, gradients: [dq_layout, dk_layout, dv_layout] };
     let mut builder = Passes {
-        back,
-        profile,
+        bindings,
         cache,
+        lists: &lists,
         mods: &mods,
+        base,
         info,
+        captured: Slot::whole(captured_source),
+        constants,
+        tables: HashMap::new(),
         passes: Vec::new(),
-        common: [Slot::whole(Source::Stats), Slot::whole(Source::Constant(0)), Slot::whole(captured_source)],
     };
-    let inputs = [q, k, v.clone(), dout.clone()];
     let pairs = lists.pairs(shape);
     let (head_dim, v_dim) = (shape.head_dim as f64, shape.v_dim as f64);
-    let tiles = |length: usize| length.div_ceil(32) as u64;
-    let heads = shape.batch as u64 * shape.q_heads as u64;
 
     let dsink_wanted = wanted.sinks && call.sinks.is_some();
+    let stats = if dsink_wanted { 3 * rows + shape.q_heads } else { 2 * rows } as u64;
+    fit("the row statistics", 4 * stats, profile)?;
     let terms_at = if dsink_wanted { dsink_terms as u32 } else { NONE };
-    builder.add(
-        Kernel::Delta,
-        &[],
-        [lse, dlse, out, dout],
-        Slot::whole(Source::Unwritten),
-        Params { lse_at: lse_view[0], dlse_at, capture_at: terms_at, ..base },
-        (rows as u64).div_ceil(8),
-        rows as f64 * v_dim,
-    )?;
+    let launch = Launch {
+        kernel: Kernel::Delta,
+        over: Over::Rows,
+        target: Target::None,
+        terms: &[],
+        capture_at: terms_at,
+    };
+    builder.add(&launch, rows as f64 * v_dim)?;
     if dsink_wanted {
-        builder.add(
-            Kernel::Dsink,
-            &[],
-            inputs.clone(),
-            Slot::whole(Source::Unwritten),
-            Params { capture_at: terms_at, ..base },
-            shape.q_heads as u64,
-            rows as f64,
-        )?;
+        let launch = Launch { kernel: Kernel::Dsink, over: Over::Nothing, ..launch };
+        builder.add(&launch, rows as f64)?;
     }
+    let launch = Launch { capture_at: NONE, ..launch };
     if wanted.q {
-        let work = pairs * (2.0 * head_dim + v_dim);
-        let target = Slot::whole(Source::Tensor(Role::Dq));
         let kernel = builder.best(Kernel::DqSubgroup, Kernel::Dq);
-        let groups = builder.tiles(kernel, shape.q_len)? * heads;
-        builder.add(kernel, &[], inputs.clone(), target, base, groups, work)?;
+        let launch = Launch { kernel, over: Over::Queries, target: Target::Dq, ..launch };
+        builder.add(&launch, pairs * (2.0 * head_dim + v_dim))?;
     }
-    if wanted.k || wanted.v {
+    let kernel = builder.best(Kernel::DkvSubgroup, Kernel::Dkv);
+    for wanted in builder.bindings.dkv_launches() {
         // S is computed again for either, dP for dk.
         let work = pairs
-            * match (wanted.k, wanted.v) {
-                (true, true) => 2.0 * head_dim + 2.0 * v_dim,
-                (true, false) => 2.0 * head_dim + v_dim,
-                (false, _) => head_dim + v_dim,
+            * match wanted {
+                [true, true] => 2.0 * head_dim + 2.0 * v_dim,
+                [true, false] => 2.0 * head_dim + v_dim,
+                [false, _] => head_dim + v_dim,
             };
-        let kernel = builder.best(Kernel::DkvSubgroup, Kernel::Dkv);
-        let heads = shape.kv_heads as u64 * shape.kv_batch as u64;
-        let groups = builder.tiles(kernel, shape.kv_len)? * heads;
-        let target = Slot::whole(Source::Tensor(Role::Dkv));
-        builder.add(kernel, &[], inputs.clone(), target, base, groups, work)?;
+        builder.add(&Launch { kernel, over: Over::Keys, target: Target::Dkv(wanted), ..launch }, work)?;
     }
     if !wanted.captures.is_empty() {
         let names: Vec<String> = captured.tensors.iter().map(|(name, ..)| name.clone()).collect();
-        let names = &names;
-        let counts = builder.mods(false, names).term_counts()?;
-        let target = Slot::whole(Source::Tensor(Role::Captured));
-        let params = Params { capture_at: sums_at as u32, ..base };
+        let counts = builder.mods(false, &names).term_counts()?;
+        let launch = Launch { target: Target::Captured, terms: &names, capture_at: sums_at as u32, ..launch };
         let work = pairs * (head_dim + v_dim);
         if counts.rows + counts.pairs > 0 {
             // With pair terms one workgroup goes through all heads, so that elements which one pair
             // reads have one owner.
-            let groups = tiles(shape.q_len) * if counts.pairs > 0 { 1 } else { heads };
-            builder.add(Kernel::CapturedRows, names, inputs.clone(), target.clone(), params, groups, work)?;
+            let over = if counts.pairs > 0 { Over::QueriesOfAllHeads } else { Over::Queries };
+            builder.add(&Launch { kernel: Kernel::CapturedRows, over, ..launch }, work)?;
         }
         if counts.columns > 0 {
-            let groups = tiles(shape.kv_len) * heads;
-            builder.add(
-                Kernel::CapturedColumns,
-                names,
-                inputs.clone(),
-                target.clone(),
-                params,
-                groups,
-                work,
-            )?;
+            let over = Over::KeysOfQueryHeads;
+            builder.add(&Launch { kernel: Kernel::CapturedColumns, over, ..launch }, work)?;
         }
         let sums = counts.rows * rows + counts.columns * shape.batch * shape.q_heads * shape.kv_len;
         if sums > 0 {
-            builder.add(Kernel::CapturedScatter, names, inputs, target, params, 4, sums as f64)?;
+            let over = Over::Nothing;
+            builder.add(&Launch { kernel: Kernel::CapturedScatter, over, ..launch }, sums as f64)?;
         }
         captured.elements += sums;
     }
-    let passes = builder.passes;
-    let stats = if dsink_wanted { 3 * rows + shape.q_heads } else { 2 * rows } as u64;
-    let size = call.dtype.size() as u64;
-    let (dq, dkv) = (wanted.q, wanted.k || wanted.v);
-    views.fit("the row statistics", 4 * stats)?;
-    views.fit("dq", if dq { dq_layout.end() as u64 * size } else { 0 })?;
-    views.fit("dk and dv", if dkv { dv_layout.end() as u64 * size } else { 0 })?;
-    views.fit("the gradients of captured tensors", 4 * captured.elements as u64)?;
+    let Passes { passes, constants, .. } = builder;
+    fit("the gradients of captured tensors", 4 * captured.elements as u64, profile)?;
     for constant in &constants {
         let words: usize = constant.parts.iter().map(|part| part.len()).sum();
-        views.fit(constant.label, 4 * words as u64)?;
+        fit(constant.label, 4 * words as u64, profile)?;
     }
     Ok(BackwardPlan {
         plan: Plan { passes, constants, scratch: Vec::new(), stats },
@@ -341,58 +296,50 @@ impl Backward<'_> {
     }
 }
 
-/// Bindings of whole tensors: gradients are not cut by what a binding may hold.
-struct Views<'a> {
-    profile: &'a Profile,
+/// Refuses what has to lie in one binding and does not fit.
+fn fit(what: &str, bytes: u64, profile: &Profile) -> Result<()> {
+    let available = profile.limits.storage_binding.min(4 * u64::from(u32::MAX));
+    if bytes <= available {
+        return Ok(());
+    }
+    Err(Error::Limit {
+        what: format!("{what} of a backward call"),
+        limit: "maxStorageBufferBindingSize",
+        needed: bytes,
+        available,
+        remedy: "take the gradients of parts of the batch or of the heads".into(),
+    })
 }
 
-impl Views<'_> {
-    /// Refuses what one binding cannot hold, and what u32 cannot count.
-    fn fit(&self, what: &str, bytes: u64) -> Result<()> {
-        let available = self.profile.limits.storage_binding.min(4 * u64::from(u32::MAX));
-        if bytes <= available {
-            return Ok(());
-        }
-        Err(Error::Limit {
-            what: format!("{what} of a backward call"),
-            limit: "maxStorageBufferBindingSize",
-            needed: bytes,
-            available,
-            remedy: "take the gradients of parts of the batch or of the heads".into(),
-        })
-    }
-
-    fn of(&self, role: Role, operand: &Operand, dtype: DType, shared: bool) -> Result<(Slot, [u32; 4])> {
-        let layout = &operand.layout;
-        let limits = &self.profile.limits;
-        if operand.buffer <= limits.storage_binding || layout.is_empty() {
-            return Ok((Slot::whole(Source::Tensor(role)), super::split::view(layout, 0, shared)));
-        }
-        let size = dtype.size() as u64;
-        let alignment = limits.storage_alignment.max(16);
-        let offset = layout.offset as u64 * size / alignment * alignment;
-        let end = (layout.end() as u64 * size).next_multiple_of(4).min(operand.buffer);
-        let length = end - offset;
-        self.fit(super::split::name(role), length)?;
-        let view = super::split::view(layout, (offset / size) as u32, shared);
-        Ok((Slot { source: Source::Tensor(role), offset, size: length }, view))
-    }
+/// A kernel, and what it is launched over.
+#[derive(Clone, Copy)]
+struct Launch<'a> {
+    kernel: Kernel,
+    over: Over,
+    target: Target,
+    /// Captured tensors whose gradients it computes.
+    terms: &'a [String],
+    capture_at: u32,
 }
 
+/// The launches so far, and what they share.
 struct Passes<'a> {
-    back: &'a Backward<'a>,
-    profile: &'a Profile,
+    bindings: Bindings<'a>,
     cache: &'a Cache,
+    lists: &'a Lists,
     mods: &'a captures::Mods<'a>,
+    base: Params,
     info: Vec<[u32; 4]>,
+    captured: Slot,
+    constants: Vec<Constant>,
+    /// Where the tables of a part are among the constants, and the parameters that say what is where in them.
+    tables: HashMap<(bool, Part), (usize, Params)>,
     passes: Vec<Pass>,
-    /// Row statistics, tables, captures.
-    common: [Slot; 3],
 }
 
 impl Passes<'_> {
     fn mods(&self, grad: bool, terms: &[String]) -> lower::Mods {
-        let call = &self.back.call;
+        let call = &self.bindings.back.call;
         lower::Mods {
             score: call.score.map(|score| score.expr().clone()),
             mask: call.mask.map(|mask| mask.expr().clone()),
@@ -403,74 +350,103 @@ impl Passes<'_> {
 
     /// The kernel with subgroup operations, where the tier has them and the kernel a tile.
     fn best(&self, subgroup: Kernel, portable: Kernel) -> Kernel {
-        match self.profile.tier {
+        match self.bindings.profile.tier {
             Tier::Subgroup | Tier::CoopMatrix if self.tile(subgroup).is_ok() => subgroup,
             Tier::Metal | Tier::CoopMatrix | Tier::Subgroup | Tier::Portable | Tier::Cpu => portable,
         }
     }
 
     fn tile(&self, kernel: Kernel) -> Result<Tile> {
-        let shape = &self.back.call.shape;
-        let dims = [shape.head_dim, shape.v_dim].map(|dim| dim as u32);
-        Tile::choose(kernel, self.back.call.dtype, dims[0], dims[1], self.profile)
+        let Bindings { back, profile, .. } = self.bindings;
+        let dims = [back.call.shape.head_dim, back.call.shape.v_dim].map(|dim| dim as u32);
+        Tile::choose(kernel, back.call.dtype, dims[0], dims[1], profile)
     }
 
-    /// Workgroups that `length` rows of one head take.
-    fn tiles(&self, kernel: Kernel, length: usize) -> Result<u64> {
-        Ok((length as u64).div_ceil(self.spec(kernel, &[])?.tile_q().into()))
-    }
-
-    /// Launches of a kernel over `groups` workgroups, each within the budget of a submit.
-    #[expect(clippy::too_many_arguments, reason = "what a launch is made of")]
-    fn add(
-        &mut self,
-        kernel: Kernel,
-        terms: &[String],
-        inputs: [Slot; 4],
-        target: Slot,
-        params: Params,
-        groups: u64,
-        work: f64,
-    ) -> Result<()> {
+    /// The launches of a kernel, each of what a binding holds and within the budget of a submit.
+    fn add(&mut self, launch: &Launch<'_>, work: f64) -> Result<()> {
+        let &Launch { kernel, over, target, capture_at, .. } = launch;
+        let spec = self.spec(launch)?;
+        let grid = self.bindings.grid(over, spec.tile_q());
+        let groups = if kernel == Kernel::CapturedScatter { 4 } else { self.bindings.groups(over, &grid) };
         let groups = u32::try_from(groups).map_err(|_| {
-            Error::overflow(format!("the {} kernel needs {groups} workgroups but they are counted in u32; split the call by batch", kernel.entry()))
+            Error::overflow(format!(
+                "the {} kernel needs {groups} workgroups but they are counted in u32; split the call by batch",
+                kernel.entry()
+            ))
         })?;
         if groups == 0 {
             return Ok(());
         }
-        let spec = self.spec(kernel, terms)?;
-        let pieces = ((work / Plan::budget(self.profile)).ceil() as u32).clamp(1, groups);
-        let each = groups.div_ceil(pieces);
-        for first in (0..groups).step_by(each as usize) {
-            let end = (first + each).min(groups);
-            let grid = fold(end - first, self.profile.limits.workgroups)?;
-            let params = Params { first_group: first, groups: end, fold: grid[0], ..params };
+        let budget = Plan::budget(self.bindings.profile);
+        for piece in self.bindings.pieces(over, target, &grid, groups, work, budget)? {
+            let (tables, base) = self.tables(over, piece.part)?;
+            let folded =
+                fold(piece.groups.end - piece.groups.start, self.bindings.profile.limits.workgroups)?;
+            let params = Params {
+                first_group: piece.groups.start,
+                groups: piece.groups.end,
+                fold: folded[0],
+                capture_at,
+                accumulate: piece.accumulate.into(),
+                ..piece.bound.params(base, over)
+            };
             let mut bytes = bytemuck::bytes_of(&params).to_vec();
             bytes.extend_from_slice(bytemuck::cast_slice(&self.info));
-            let slots = inputs.iter().chain(&self.common).chain([&target]).cloned().collect();
-            let work = work * f64::from(end - first) / f64::from(groups);
-            self.passes.push(Pass { spec: spec.clone(), slots, params: bytes, grid, work });
+            let common =
+                [Slot::whole(Source::Stats), Slot::whole(Source::Constant(tables)), self.captured.clone()];
+            let slots = piece.bound.inputs.into_iter().chain(common).chain([piece.bound.target]).collect();
+            self.passes.push(Pass {
+                spec: spec.clone(),
+                slots,
+                params: bytes,
+                grid: folded,
+                work: piece.work,
+            });
         }
         Ok(())
     }
 
-    fn spec(&self, kernel: Kernel, terms: &[String]) -> Result<Arc<KernelSpec>> {
-        let call = &self.back.call;
+    /// The tables of a part of what a kernel goes through, and the parameters that go with them.
+    fn tables(&mut self, over: Over, part: Option<Part>) -> Result<(usize, Params)> {
+        let Some(part) = part else { return Ok((0, self.base)) };
+        let transposed = !over.owns_queries();
+        if let Some(known) = self.tables.get(&(transposed, part.clone())) {
+            return Ok(*known);
+        }
+        let call = &self.bindings.back.call;
+        let within = self.lists.within(&part, transposed, &call.shape);
+        let (constant, places) = within.with_tail(call, &call.shape);
+        self.constants.push(constant);
+        let params = Params {
+            mask_batch: within.mask_batch,
+            mask_heads: within.mask_heads,
+            lists: within.lists,
+            lists_t: within.lists_t,
+            q_offset_at: places.q_offset,
+            kv_len_at: places.kv_len,
+            sinks_at: places.sinks,
+            ..self.base
+        };
+        let made = (self.constants.len() - 1, params);
+        self.tables.insert((transposed, part), made);
+        Ok(made)
+    }
+
+    fn spec(&self, launch: &Launch<'_>) -> Result<Arc<KernelSpec>> {
+        let &Launch { kernel, terms, .. } = launch;
+        let Bindings { back, profile, .. } = self.bindings;
+        let call = &back.call;
         let dims = [call.shape.head_dim as u32, call.shape.v_dim as u32];
-        let aligned = self.back.aligned();
-        let native = self.profile.f16 && call.dtype == DType::F16 && aligned && !self.profile.software;
+        let aligned = back.aligned();
+        let native = profile.f16 && call.dtype == DType::F16 && aligned && !profile.software;
         let tile = self.tile(kernel)?;
         let f16 = if native { F16::Native } else { F16::Packed };
         let rows_only = matches!(kernel, Kernel::Delta | Kernel::Dsink);
         // Terms are derivatives of score_mod with respect to what it captures, not to the score.
         let grad = kernel.uses_score_grad();
         let mods = if rows_only { lower::Mods::default() } else { self.mods(grad, terms) };
-        let wanted = &self.back.wanted;
-        let dkv = match kernel {
-            Kernel::Dkv | Kernel::DkvSubgroup => [wanted.k, wanted.v],
-            _ => [true; 2],
-        };
-        let metal = super::metal_loader(self.profile);
+        let dkv = if let Target::Dkv(wanted) = launch.target { wanted } else { [true; 2] };
+        let metal = super::metal_loader(profile);
         let key = SpecKey {
             kernel,
             dtype: call.dtype,

@@ -1,7 +1,7 @@
 //! Few queries over many keys: the keys are cut into parts that run side by side, and the query heads
 //! that share a kv head go together, so that k and v are read once.
 
-use super::split::{Cutter, Piece};
+use super::split::{Cutter, Grid, Piece};
 use super::{Forward, Pass, Role, Scratch, Slot, Source, fold};
 use crate::error::Result;
 use crate::kernels::{Kernel, KernelSpec, Params, Tile};
@@ -62,8 +62,10 @@ pub(super) fn parts(call: &Forward<'_>, profile: &Profile, split: &KernelSpec) -
 pub(super) fn whole(call: &Forward<'_>, profile: &Profile, parts: &Parts, work: f64) -> Option<Piece> {
     let shape = &call.shape;
     let groups = (shape.batch * shape.q_heads) as u32;
-    let tile_q = shape.q_len as u32;
-    let cutter = Cutter { call, profile, tiles: 1, tile_q, groups, work, may_range: false };
+    // One workgroup has all rows of a head.
+    let tile = shape.q_len.max(1) as u32;
+    let grid = Grid { heads: shape.q_heads, group: shape.group(), rows: shape.q_len, tile };
+    let cutter = Cutter { call, profile, grid, groups, work, may_range: false };
     let mut pieces = cutter.pieces().ok()?;
     let fits = pieces.len() == 1 && parts.bytes <= profile.limits.storage_binding;
     if fits { pieces.pop() } else { None }

@@ -23,6 +23,15 @@ pub(super) struct Lists {
     density: f64,
 }
 
+/// Pairs of a call: of some batch entries and query heads, and of some blocks of what is gone through, keys
+/// or, in transposed lists, query rows.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Part {
+    pub(super) entries: Range<u32>,
+    pub(super) heads: Range<u32>,
+    pub(super) blocks: Range<u32>,
+}
+
 /// Word offsets of what follows the lists.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Places {
@@ -54,16 +63,30 @@ impl Lists {
         (constant, Places { q_offset, kv_len, sinks })
     }
 
-    /// The lists of the query rows with only what they hold in these kv blocks.
-    pub(super) fn within(&self, blocks: &Range<u32>, q_blocks: u32) -> Self {
-        let count = self.mask_batch * self.mask_heads * q_blocks;
+    /// The lists of the query rows, or the transposed ones, with only what lies in a part. The others are gone.
+    pub(super) fn within(&self, part: &Part, transposed: bool, shape: &AttentionShape) -> Self {
+        let (batch, q_heads) = (shape.batch as u32, shape.q_heads as u32);
+        let (from, rows) = match transposed {
+            true => (self.lists_t, shape.kv_blocks() as u32),
+            false => (self.lists, shape.q_blocks() as u32),
+        };
+        let mask_batch = if part.entries == (0..batch) { self.mask_batch } else { batch };
+        let mask_heads = if part.heads == (0..q_heads) { self.mask_heads } else { q_heads };
         let old = |at: u32| self.words[at as usize];
+        let count = mask_batch * mask_heads * rows;
         let mut words = vec![0; 4 * count as usize];
         for list in 0..count {
-            let header = self.lists + 4 * list;
+            let (b, h, row) = (list / rows / mask_heads, list / rows % mask_heads, list % rows);
+            if mask_batch == batch && !part.entries.contains(&b)
+                || mask_heads == q_heads && !part.heads.contains(&h)
+            {
+                continue;
+            }
+            let from_list = (b % self.mask_batch * self.mask_heads + h % self.mask_heads) * rows + row;
+            let header = from + 4 * from_list;
             let mut begin = words.len() as u32;
             for run in (old(header)..old(header + 1)).step_by(2) {
-                let (first, end) = (old(run).max(blocks.start), old(run + 1).min(blocks.end));
+                let (first, end) = (old(run).max(part.blocks.start), old(run + 1).min(part.blocks.end));
                 if first < end {
                     words.extend([first, end]);
                 }
@@ -72,7 +95,7 @@ impl Lists {
             words[4 * list as usize..][..2].copy_from_slice(&places);
             begin = words.len() as u32;
             for partial in (old(header + 2)..old(header + 3)).step_by(2) {
-                if blocks.contains(&old(partial)) {
+                if part.blocks.contains(&old(partial)) {
                     words.extend([old(partial), old(partial + 1)]);
                 }
             }
@@ -81,8 +104,19 @@ impl Lists {
         }
         let mut hash = Xxh3::new();
         hash.update(&self.key.to_le_bytes());
-        hash.update(bytemuck::cast_slice(&[blocks.start, blocks.end]));
-        Self { words: words.into(), key: hash.digest128(), lists: 0, ..*self }
+        hash.update(&[u8::from(transposed)]);
+        for range in [&part.entries, &part.heads, &part.blocks] {
+            hash.update(bytemuck::cast_slice(&[range.start, range.end]));
+        }
+        Self {
+            words: words.into(),
+            key: hash.digest128(),
+            lists: 0,
+            lists_t: 0,
+            mask_batch,
+            mask_heads,
+            density: self.density,
+        }
     }
 
     /// The runs and the partial blocks of a block row.

@@ -4,7 +4,7 @@
 //! The results of the ranges are in the call's own type, so a 16-bit call rounds once more than one that
 //! fits.
 
-use super::lists::{Lists, Places};
+use super::lists::{Lists, Part, Places};
 use super::split::{Cutter, Piece};
 use super::{Constant, Forward, Pass, Role, Scratch, Slot, Source, fold};
 use crate::error::Result;
@@ -42,7 +42,7 @@ impl Merge<'_> {
         constants: &mut Vec<Constant>,
     ) -> Result<Vec<Pass>> {
         let shape = &self.call.shape;
-        let extent = cutter.extent(piece.first, piece.end);
+        let extent = cutter.grid.extent(piece.first, piece.end);
         let (rows, v_dim) = (extent.rows.len() as u32, shape.v_dim as u32);
         let ranges = piece.ranges.len() as u32;
         // The first row of the piece among those of the call.
@@ -63,7 +63,12 @@ impl Merge<'_> {
             let (tables, places, lists) = match self.tables.get(&range.blocks) {
                 Some(known) => *known,
                 None => {
-                    let within = self.lists.within(&range.blocks, shape.q_blocks() as u32);
+                    let part = Part {
+                        entries: 0..shape.batch as u32,
+                        heads: 0..shape.q_heads as u32,
+                        blocks: range.blocks.clone(),
+                    };
+                    let within = self.lists.within(&part, false, shape);
                     let (constant, places) = within.with_tail(self.call, shape);
                     constants.push(constant);
                     let made = (constants.len() - 1, places, within.lists);

@@ -1,20 +1,29 @@
 //! Cutting a call into launches: by how much a binding may hold, and by how long a submit may take.
 
-use super::{Forward, Plan, Role, Slot, Source};
+use super::{Forward, Operand, Plan, Role, Slot, Source};
 use crate::error::{Error, Result};
 use crate::runtime::Profile;
-use crate::shape::{BLOCK, Layout};
+use crate::shape::{BLOCK, DType, Layout};
 use std::ops::Range;
 
-/// The workgroups of a call, numbered by batch entry, head and tile of query rows.
+/// Workgroups, numbered by batch entry, head and tile of rows.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Grid {
+    pub(super) heads: usize,
+    /// Heads that share what their rows are multiplied with.
+    pub(super) group: usize,
+    /// Rows of one head.
+    pub(super) rows: usize,
+    /// Rows of a tile.
+    pub(super) tile: u32,
+}
+
+/// The workgroups of a call.
 pub(super) struct Cutter<'a> {
     pub(super) call: &'a Forward<'a>,
     pub(super) profile: &'a Profile,
-    /// Tiles of query rows of one head.
-    pub(super) tiles: u32,
-    /// Rows of a tile.
-    pub(super) tile_q: u32,
-    /// tiles * q_heads * batch.
+    pub(super) grid: Grid,
+    /// All of them.
     pub(super) groups: u32,
     /// Multiply-adds of the call.
     pub(super) work: f64,
@@ -35,7 +44,7 @@ pub(super) struct Piece {
 }
 
 /// A slot and the view of the tensor from its start.
-type Window = (Slot, [u32; 4]);
+pub(super) type Window = (Slot, [u32; 4]);
 
 /// A part of the keys that fits a binding.
 pub(super) struct KvRange {
@@ -52,7 +61,8 @@ impl Piece {
     }
 }
 
-/// Batch entries, query heads and query rows of a range of workgroups.
+/// Batch entries, heads and rows of a range of workgroups.
+#[derive(Clone, Debug)]
 pub(super) struct Extent {
     pub(super) batch: Range<usize>,
     pub(super) heads: Range<usize>,
@@ -73,6 +83,51 @@ impl Extent {
     }
 }
 
+impl Grid {
+    /// Tiles of one head.
+    pub(super) fn tiles(&self) -> u32 {
+        self.rows.div_ceil(self.tile as usize) as u32
+    }
+
+    /// Whether these workgroups are of one head of one batch entry.
+    pub(super) fn one_head(&self, first: u32, end: u32) -> bool {
+        first / self.tiles() == (end - 1) / self.tiles()
+    }
+
+    /// Where to cut: between batch entries, else between heads, else between tiles.
+    pub(super) fn middle(&self, first: u32, end: u32) -> Option<u32> {
+        let tiles = self.tiles();
+        for step in [tiles * self.heads as u32, tiles * self.group as u32, tiles, 1] {
+            // Multiples of `step` strictly inside.
+            let low = first / step + 1;
+            let high = (end - 1) / step;
+            if low <= high {
+                return Some((low + (high - low) / 2) * step);
+            }
+        }
+        None
+    }
+
+    pub(super) fn extent(&self, first: u32, end: u32) -> Extent {
+        let (tiles, heads) = (self.tiles(), self.heads as u32);
+        let (head0, head1) = (first / tiles, (end - 1) / tiles);
+        let (entry0, entry1) = (head0 / heads, head1 / heads);
+        let batch = entry0 as usize..entry1 as usize + 1;
+        let heads = if entry0 == entry1 {
+            (head0 % heads) as usize..(head1 % heads) as usize + 1
+        } else {
+            0..self.heads
+        };
+        let rows = if head0 == head1 {
+            let row = |tile: u32| (tile as usize * self.tile as usize).min(self.rows);
+            row(first % tiles)..row((end - 1) % tiles + 1)
+        } else {
+            0..self.rows
+        };
+        Extent { batch, heads, rows }
+    }
+}
+
 impl Cutter<'_> {
     pub(super) fn pieces(&self) -> Result<Vec<Piece>> {
         let mut pieces = Vec::new();
@@ -85,7 +140,7 @@ impl Cutter<'_> {
     fn cut(&self, first: u32, end: u32, pieces: &mut Vec<Piece>) -> Result<()> {
         let work = self.work * f64::from(end - first) / f64::from(self.groups);
         let windows = self.windows(first, end);
-        match (self.middle(first, end), windows) {
+        match (self.grid.middle(first, end), windows) {
             (_, Ok(windows)) if work <= Plan::budget(self.profile) || end - first == 1 => {
                 pieces.push(Piece { first, end, work, windows, ranges: Vec::new() });
                 Ok(())
@@ -111,10 +166,10 @@ impl Cutter<'_> {
 
     /// The piece with its keys in ranges, if it is of one head and everything then fits.
     fn ranged(&self, first: u32, end: u32, work: f64) -> Option<Piece> {
-        if !self.may_range || first / self.tiles != (end - 1) / self.tiles {
+        if !self.may_range || !self.grid.one_head(first, end) {
             return None;
         }
-        let extent = self.extent(first, end);
+        let extent = self.grid.extent(first, end);
         let blocks = self.call.shape.kv_blocks() as u32;
         let mut length = blocks;
         while length > 1 {
@@ -147,43 +202,8 @@ impl Cutter<'_> {
         Ok(KvRange { blocks, k, v })
     }
 
-    /// Where to cut: between batch entries, else between heads, else between tiles.
-    fn middle(&self, first: u32, end: u32) -> Option<u32> {
-        let per_entry = self.tiles * self.call.shape.q_heads as u32;
-        let per_kv_head = self.tiles * self.call.shape.group() as u32;
-        for step in [per_entry, per_kv_head, self.tiles, 1] {
-            // Multiples of `step` strictly inside.
-            let low = first / step + 1;
-            let high = (end - 1) / step;
-            if low <= high {
-                return Some((low + (high - low) / 2) * step);
-            }
-        }
-        None
-    }
-
-    pub(super) fn extent(&self, first: u32, end: u32) -> Extent {
-        let shape = &self.call.shape;
-        let heads = shape.q_heads as u32;
-        let (head0, head1) = (first / self.tiles, (end - 1) / self.tiles);
-        let (entry0, entry1) = (head0 / heads, head1 / heads);
-        let batch = entry0 as usize..entry1 as usize + 1;
-        let heads = if entry0 == entry1 {
-            (head0 % heads) as usize..(head1 % heads) as usize + 1
-        } else {
-            0..shape.q_heads
-        };
-        let rows = if head0 == head1 {
-            let row = |tile: u32| (tile as usize * self.tile_q as usize).min(shape.q_len);
-            row(first % self.tiles)..row((end - 1) % self.tiles + 1)
-        } else {
-            0..shape.q_len
-        };
-        Extent { batch, heads, rows }
-    }
-
     fn windows(&self, first: u32, end: u32) -> Result<[Window; 4]> {
-        let extent = self.extent(first, end);
+        let extent = self.grid.extent(first, end);
         let keys = || extent.kv(self.call, 0..self.call.shape.kv_len);
         let q = self.window(Role::Q, extent.q())?;
         let k = self.window(Role::K, keys())?;
@@ -196,38 +216,50 @@ impl Cutter<'_> {
     fn window(&self, role: Role, [batch, heads, rows]: [Range<usize>; 3]) -> Result<Window> {
         let operand = self.call.operand(role);
         let layout = &operand.layout;
-        let source = Source::Tensor(role);
         let limits = &self.profile.limits;
         // The whole buffer where it fits: the bind group then stays the same while offsets move. Not
         // so for a shared buffer in a browser: there the written part must not overlap the others.
         let apart = self.call.pooled && self.profile.browser;
         if operand.buffer <= limits.storage_binding && !apart || layout.is_empty() {
-            return Ok((Slot::whole(source), view(layout, 0, self.shared(role))));
+            return Ok((Slot::whole(Source::Tensor(role)), view(layout, 0, self.shared(role))));
         }
-        let size = self.call.dtype.size() as u64;
-        let low = layout.index([batch.start, heads.start, rows.start, 0]) as u64 * size;
-        let high = (layout.index([batch.end - 1, heads.end - 1, rows.end - 1, layout.shape[3] - 1]) as u64
-            + 1)
-            * size;
-        let alignment = limits.storage_alignment.max(16);
-        let offset = low / alignment * alignment;
-        let length = (high.next_multiple_of(4).min(operand.buffer / 4 * 4).max(high) - offset).max(4);
-        if length > limits.storage_binding {
-            return Err(Error::Limit {
-                what: format!("one head of {}, with what lies between its rows,", name(role)),
-                limit: "maxStorageBufferBindingSize",
-                needed: length,
-                available: limits.storage_binding,
-                remedy: "store heads one after the other ([B, H, L, D]) or use a 16-bit type".into(),
-            });
-        }
-        Ok((Slot { source, offset, size: length }, view(layout, (offset / size) as u32, self.shared(role))))
+        let low = layout.index([batch.start, heads.start, rows.start, 0]);
+        let high = layout.index([batch.end - 1, heads.end - 1, rows.end - 1, layout.shape[3] - 1]) + 1;
+        window(role, operand, self.call.dtype, self.shared(role), low..high, self.profile)
     }
 
     /// One k and v for all batch entries.
     fn shared(&self, role: Role) -> bool {
         matches!(role, Role::K | Role::V) && self.call.shape.kv_batch == 1
     }
+}
+
+/// The slot that holds a range of elements of a tensor's buffer, and the tensor's view from there.
+pub(super) fn window(
+    role: Role,
+    operand: &Operand,
+    dtype: DType,
+    shared: bool,
+    elements: Range<usize>,
+    profile: &Profile,
+) -> Result<Window> {
+    let limits = &profile.limits;
+    let size = dtype.size() as u64;
+    let (low, high) = (elements.start as u64 * size, elements.end as u64 * size);
+    let alignment = limits.storage_alignment.max(16);
+    let offset = low / alignment * alignment;
+    let length = (high.next_multiple_of(4).min(operand.buffer / 4 * 4).max(high) - offset).max(4);
+    if length > limits.storage_binding {
+        return Err(Error::Limit {
+            what: format!("one head of {}, with what lies between its rows,", name(role)),
+            limit: "maxStorageBufferBindingSize",
+            needed: length,
+            available: limits.storage_binding,
+            remedy: "store heads one after the other ([B, H, L, D]) or use a 16-bit type".into(),
+        });
+    }
+    let slot = Slot { source: Source::Tensor(role), offset, size: length };
+    Ok((slot, view(&operand.layout, (offset / size) as u32, shared)))
 }
 
 /// The view of a tensor counted from element `start` of its buffer. The offset wraps when the window

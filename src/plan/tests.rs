@@ -150,8 +150,13 @@ fn lists_within_ranges_hold_every_block_once() {
         all.sort_unstable();
         all
     };
+    let layout = Layout::contiguous([1, 1, 700, 16]).unwrap();
+    let shape = AttentionShape::new(&layout, &layout, &layout).unwrap();
     for row in 0..6 {
-        let parts = [0..2, 2..5, 5..6].map(|range| blocks(&whole.within(&range, 6), row));
+        let parts = [0..2, 2..5, 5..6].map(|range| {
+            let part = lists::Part { entries: 0..1, heads: 0..1, blocks: range };
+            blocks(&whole.within(&part, false, &shape), row)
+        });
         let all = blocks(&whole, row);
         assert!(!all.is_empty());
         assert_eq!(parts.concat(), all);

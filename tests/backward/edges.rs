@@ -7,7 +7,7 @@ use flexattn::{
     Attention, BlockMask, Capture, DType, Gpu, Layout, MaskMod, Profile, Saved, ScoreMod, Tensor, Tier,
     Wanted, masks,
 };
-use flexattn_testing::problem::Sizes;
+use flexattn_testing::problem::{Inputs, Numbers, Sizes};
 
 use super::case::Case;
 use super::wanted::{Watched, saved};
@@ -153,21 +153,117 @@ fn what_is_not_finite_stays_in_its_row() {
     }
 }
 
+/// A score mod that reads a tensor per head, per row, per column, per pair, and by distance.
+fn every_pattern(heads: usize, [q_len, kv_len]: [usize; 2]) -> ScoreMod {
+    let mut numbers = Numbers::new(5);
+    let mut table = |name: &str, shape: &[usize]| {
+        Capture::f32(name, &numbers.normals(shape.iter().product()), shape).unwrap()
+    };
+    let (head, row, column) = (table("head", &[heads]), table("row", &[q_len]), table("column", &[kv_len]));
+    let distance = table("distance", &[16]);
+    ScoreMod::new(|s| {
+        let bias = row.at([s.q()]) + column.at([s.kv()]) + distance.at([(s.q() - s.kv()).abs().min(15)]);
+        s.score() * head.at([s.head()]) + bias
+    })
+}
+
+const PATTERNS: [&str; 4] = ["head", "row", "column", "distance"];
+
 #[test]
-fn a_gradient_that_one_binding_cannot_hold_is_refused_with_the_limit() {
+fn tensors_past_the_binding_limit_have_the_same_gradients() {
+    // One head of q, k, v and dout takes 19 KiB, q and dout of one kv head the double.
+    let long = sizes([2, 2, 1], [300, 310], [16, 16]);
+    for tier in [Tier::Portable, Tier::Subgroup] {
+        let Ok(gpu) = Gpu::builder().tier(tier).build() else { continue };
+        let mut on = Watched::over(gpu);
+        let mut profile = (*on.profile).clone();
+        profile.limits.storage_binding = 18 << 10;
+        on.profile = Rc::new(profile);
+        let mask = masks::sliding_window(250) | MaskMod::new(|i| ((i.q() + i.kv() + i.head()) % 3).eq(0));
+        let case = Case {
+            mask: Some(mask),
+            score: Some(every_pattern(2, [300, 310])),
+            kv_len: vec![310, 290],
+            sinks: vec![0.5, -1.0],
+            dlse: (0..2 * 2 * 300).map(|i| ((i * 37) % 19) as f32 / 19.0 - 0.5).collect(),
+            ..Case::new(long)
+        };
+        case.check(&on, &PATTERNS, &["distance"]);
+        // Rows that do not begin at multiples of four elements, and one k and v for all.
+        let shared = Sizes { kv_batch: 1, ..sizes([3, 4, 2], [130, 260], [15, 10]) };
+        Case { mask: Some(masks::causal()), q_offset: vec![130; 3], ..Case::new(shared) }.check(
+            &on,
+            &[],
+            &[],
+        );
+    }
+}
+
+#[test]
+fn gradients_are_cut_by_batch_entries_and_heads_where_each_of_them_fits_a_binding() {
+    for gpu in tiers() {
+        let mut on = Watched::over(gpu);
+        let mut profile = (*on.profile).clone();
+        profile.limits.storage_binding = 25 << 10;
+        on.profile = Rc::new(profile);
+        // A head takes 8 KiB; what a workgroup of dkv goes through, 4 heads of 3 batch entries, 96.
+        let shape = Sizes { kv_batch: 1, ..sizes([3, 4, 1], [128, 128], [16, 16]) };
+        let score = Some(every_pattern(4, [128, 128]));
+        let sinks = vec![0.5, -1.0, 0.0, 1.0];
+        let case = Case { mask: Some(masks::causal()), score, sinks, ..Case::new(shape) };
+        case.check(&on, &PATTERNS, &["distance"]);
+    }
+}
+
+#[test]
+fn half_gradients_past_the_binding_limit_stay_within_their_rounding() {
+    for tier in [Tier::Portable, Tier::Subgroup] {
+        let Ok(gpu) = Gpu::builder().tier(tier).build() else { continue };
+        let full = std::env::var_os("FLEXATTN_FULL").is_some();
+        for (dtype, dim, bound) in [(DType::F16, 32, 2e-3), (DType::BF16, 32, 2e-2), (DType::F16, 31, 2e-3)] {
+            // These two compile long.
+            if tier == Tier::Subgroup && (dtype, dim) != (DType::F16, 32) && !full {
+                continue;
+            }
+            let gradients = |limit: u64| {
+                let mut on = Watched::over(gpu.clone());
+                let mut profile = (*on.profile).clone();
+                profile.limits.storage_binding = limit;
+                on.profile = Rc::new(profile);
+                let Inputs { q, k, v, dout, .. } =
+                    Inputs::normal(sizes([1, 2, 1], [320, 320], [dim, dim]), 3);
+                let make = |values: &[f32], heads| upload(&on, values, [1, heads, 320, dim], dtype);
+                let [q, k, v, dout] = [make(&q, 2), make(&k, 1), make(&v, 1), make(&dout, 2)];
+                let attention = Attention::new().mask_mod(masks::causal());
+                let output = attention.forward(&on, &q, &k, &v).unwrap();
+                let saved = Saved::new(&q, &k, &v, &output).unwrap();
+                let plan = attention.plan_backward(&on, &saved, &dout, None, &Wanted::qkv()).unwrap().plan;
+                let found = attention.backward(&on, &saved, &dout, None, &Wanted::qkv()).unwrap();
+                let all = [found.dq, found.dk, found.dv].map(|x| x.unwrap().read().unwrap());
+                (all.concat(), plan.passes.len())
+            };
+            let ((cut, launches), (whole, few)) = (gradients(19 << 10), gradients(1 << 27));
+            assert!(launches > few);
+            let largest = whole.iter().fold(0.0, |m: f32, x| m.max(x.abs()));
+            let worst = cut.iter().zip(&whole).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(worst <= bound * largest, "{tier} {dtype} {dim}: {worst} of {largest}");
+        }
+    }
+}
+
+#[test]
+fn statistics_that_one_binding_cannot_hold_are_refused_with_the_limit() {
     let mut on = Watched::as_tier(Tier::Portable);
     let attention = Attention::new();
-    let (saved, dout) = saved(&on, &attention, 64);
-    let fits =
-        |on: &Watched, wanted: &Wanted| attention.plan_backward(on, &saved, &dout, None, wanted).map(drop);
-    fits(&on, &Wanted::qkv()).unwrap();
-    // q takes 4 KiB; dk and dv, in one buffer, 8.
+    let (saved, dout) = saved(&on, &attention, 300);
+    // lse and delta of 600 rows take 4800 bytes.
     let mut profile = (*on.profile).clone();
     profile.limits.storage_binding = 4096;
     on.profile = Rc::new(profile);
-    fits(&on, &Wanted { q: true, ..Wanted::default() }).unwrap();
-    let error = fits(&on, &Wanted::qkv()).unwrap_err();
-    assert!(error.is_limit() && error.to_string().contains("dk and dv"), "{error}");
+    let error = attention.plan_backward(&on, &saved, &dout, None, &Wanted::qkv()).unwrap_err();
+    assert!(error.is_limit() && error.to_string().contains("row statistics"), "{error}");
+    let needed = error.to_string();
+    assert!(needed.contains("4800") && needed.contains("4096"), "{error}");
 }
 
 #[test]

@@ -49,7 +49,7 @@ struct Params {
   uint groups;        // end of the workgroups that have work
   uint fold;          // workgroups in x per step of y
   uint split_len;     // decode: columns in a part, a multiple of 32
-  uint entries_at;    // block_mask: in tables, the entries that it fills
+  uint accumulate;    // gradients: 1 where a launch adds to what is there, 0 where it replaces it
   uint capture_at;    // captured gradients: where this pass writes, in elements
   uint zero;          // always 0, which a compiler cannot know: keeps long loops rolled
   uint4 q;            // view of q
@@ -348,14 +348,21 @@ inline void accumulate(thread Accumulator (&o)[ROW_FRAGMENTS][G * N / 2], thread
 }
 
 // This lane's part of a row, in G groups, to memory, times `factor`: 0 gives zeros whatever was summed.
+// With `add` on top of what is there.
 template <int N, int G>
-inline void store_row(device Elem* row, thread Accumulator (&o)[G * N / 2], uint column, uint columns, float factor, uint lane) {
+inline void store_row(device Elem* row, thread Accumulator (&o)[G * N / 2], uint column, uint columns, float factor, bool add, uint lane) {
   #pragma unroll
   for (int g = 0; g < G; g++) {
     vec<float, N> x;
     #pragma unroll
     for (int i = 0; i < N; i++) x[i] = factor == 0.0f ? 0.0f : o[g * N / 2 + i / 2].thread_elements()[i % 2] * factor;
-    write<N>(row, column + g * 4 * N + N * (lane_col(lane) / 2u), columns, x);
+    const uint at = column + g * 4 * N + N * (lane_col(lane) / 2u);
+    if (add) {
+      const vec<Elem, N> old = read<N>(row, at, columns);
+      #pragma unroll
+      for (int i = 0; i < N; i++) x[i] += float(widen(old[i]));
+    }
+    write<N>(row, at, columns, x);
   }
 }
 

@@ -48,7 +48,7 @@ struct Params {
   uint groups;        // end of the workgroups that have work
   uint fold;          // workgroups in x per step of y
   uint split_len;     // decode: columns in a part, a multiple of 32
-  uint entries_at;    // block_mask: in tables, the entries that it fills
+  uint accumulate;    // gradients: 1 where a launch adds to what is there, 0 where it replaces it
   uint capture_at;    // captured gradients: where this pass writes, in elements
   uint zero;          // always 0, which a compiler cannot know: keeps long loops rolled
   uint4 q;            // view of q

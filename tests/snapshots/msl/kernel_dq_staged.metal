@@ -52,7 +52,7 @@ struct Params {
   uint groups;        // end of the workgroups that have work
   uint fold;          // workgroups in x per step of y
   uint split_len;     // decode: columns in a part, a multiple of 32
-  uint entries_at;    // block_mask: in tables, the entries that it fills
+  uint accumulate;    // gradients: 1 where a launch adds to what is there, 0 where it replaces it
   uint capture_at;    // captured gradients: where this pass writes, in elements
   uint zero;          // always 0, which a compiler cannot know: keeps long loops rolled
   uint4 q;            // view of q
@@ -388,14 +388,21 @@ inline void accumulate(thread Accumulator (&o)[ROW_FRAGMENTS][G * N / 2], thread
 }
 
 // This lane's part of a row, in G groups, to memory, times `factor`: 0 gives zeros whatever was summed.
+// With `add` on top of what is there.
 template <int N, int G>
-inline void store_row(device Elem* row, thread Accumulator (&o)[G * N / 2], uint column, uint columns, float factor, uint lane) {
+inline void store_row(device Elem* row, thread Accumulator (&o)[G * N / 2], uint column, uint columns, float factor, bool add, uint lane) {
   #pragma unroll
   for (int g = 0; g < G; g++) {
     vec<float, N> x;
     #pragma unroll
     for (int i = 0; i < N; i++) x[i] = factor == 0.0f ? 0.0f : o[g * N / 2 + i / 2].thread_elements()[i % 2] * factor;
-    write<N>(row, column + g * 4 * N + N * (lane_col(lane) / 2u), columns, x);
+    const uint at = column + g * 4 * N + N * (lane_col(lane) / 2u);
+    if (add) {
+      const vec<Elem, N> old = read<N>(row, at, columns);
+      #pragma unroll
+      for (int i = 0; i < N; i++) x[i] += float(widen(old[i]));
+    }
+    write<N>(row, at, columns, x);
   }
 }
 
@@ -563,7 +570,7 @@ kernel void dq(device const Elem* q [[buffer(0)]],               // [B, Hq, L, D
       const uint at = own + 8u * r;
       if (at >= p.q_len) continue;
       device Elem* to = out + p.dq.x + ulong(b) * p.dq.y + ulong(h) * p.dq.z + ulong(at) * p.dq.w;
-      store_row<DQ_PACK, DQ_GROUPS>(to, gradient[r], chunk, HEAD_DIM, p.scale, lane);
+      store_row<DQ_PACK, DQ_GROUPS>(to, gradient[r], chunk, HEAD_DIM, p.scale, p.accumulate != 0u, lane);
     }
   }
 }
@@ -656,8 +663,8 @@ kernel void dkv(device const Elem* q [[buffer(0)]],              // [B, Hq, L, D
       if (at >= p.kv_len) continue;
       device Elem* to_k = out + p.dk.x + ulong(kv_batch) * p.dk.y + ulong(kv_head) * p.dk.z + ulong(at) * p.dk.w;
       device Elem* to_v = out + p.dv.x + ulong(kv_batch) * p.dv.y + ulong(kv_head) * p.dv.z + ulong(at) * p.dv.w;
-      if (DK) store_row<DQ_PACK, DQ_GROUPS>(to_k, dk[r], chunk, HEAD_DIM, p.scale, lane);
-      if (DV) store_row<DV_PACK, DV_GROUPS>(to_v, dv[r], chunk, V_DIM, 1.0f, lane);
+      if (DK) store_row<DQ_PACK, DQ_GROUPS>(to_k, dk[r], chunk, HEAD_DIM, p.scale, p.accumulate != 0u, lane);
+      if (DV) store_row<DV_PACK, DV_GROUPS>(to_v, dv[r], chunk, V_DIM, 1.0f, p.accumulate != 0u, lane);
     }
   }
 }

@@ -48,7 +48,7 @@ struct Params {
   uint groups;        // end of the workgroups that have work
   uint fold;          // workgroups in x per step of y
   uint split_len;     // decode: columns in a part, a multiple of 32
-  uint entries_at;    // block_mask: in tables, the entries that it fills
+  uint accumulate;    // gradients: 1 where a launch adds to what is there, 0 where it replaces it
   uint capture_at;    // captured gradients: where this pass writes, in elements
   uint zero;          // always 0, which a compiler cannot know: keeps long loops rolled
   uint4 q;            // view of q
@@ -379,14 +379,21 @@ inline void accumulate(thread Accumulator (&o)[ROW_FRAGMENTS][G * N / 2], thread
 }
 
 // This lane's part of a row, in G groups, to memory, times `factor`: 0 gives zeros whatever was summed.
+// With `add` on top of what is there.
 template <int N, int G>
-inline void store_row(device Elem* row, thread Accumulator (&o)[G * N / 2], uint column, uint columns, float factor, uint lane) {
+inline void store_row(device Elem* row, thread Accumulator (&o)[G * N / 2], uint column, uint columns, float factor, bool add, uint lane) {
   #pragma unroll
   for (int g = 0; g < G; g++) {
     vec<float, N> x;
     #pragma unroll
     for (int i = 0; i < N; i++) x[i] = factor == 0.0f ? 0.0f : o[g * N / 2 + i / 2].thread_elements()[i % 2] * factor;
-    write<N>(row, column + g * 4 * N + N * (lane_col(lane) / 2u), columns, x);
+    const uint at = column + g * 4 * N + N * (lane_col(lane) / 2u);
+    if (add) {
+      const vec<Elem, N> old = read<N>(row, at, columns);
+      #pragma unroll
+      for (int i = 0; i < N; i++) x[i] += float(widen(old[i]));
+    }
+    write<N>(row, at, columns, x);
   }
 }
 
@@ -617,7 +624,7 @@ kernel void forward(device const Elem* q [[buffer(0)]],          // [B, Hq, L, D
       float factor = 1.0f / sum;
       if (p.sinks_at != NONE) factor /= 1.0f + exp(as_type<float>(tables[p.sinks_at + h]) - lse);
       device Elem* out_row = out + p.out.x + ulong(b) * p.out.y + ulong(h) * p.out.z + ulong(at) * p.out.w;
-      store_row<V_PACK, V_GROUPS>(out_row, online.o[r], chunk, V_DIM, empty ? 0.0f : factor, lane);
+      store_row<V_PACK, V_GROUPS>(out_row, online.o[r], chunk, V_DIM, empty ? 0.0f : factor, false, lane);
       if (lane_col(lane) == 0u && chunk == 0u) {
         const ulong stat = ulong(b * p.q_heads + h) * p.q_len + at;
         if (p.lse_at != NONE) stats[p.lse_at + stat] = as_type<float>(empty ? MINUS_INFINITY : as_type<uint>(lse));
