@@ -129,7 +129,8 @@ impl Attention {
     }
 
     /// Block lists to use instead of those that would be built. Pairs of partial tiles are decided by
-    /// the mask_mod given here, else by the block mask's own; with neither, they are kept.
+    /// the mask_mod given here, which has to be the one that the lists were built from, else by the block
+    /// mask's own; a call with neither is refused, unless no tile is partial.
     pub fn block_mask(mut self, block_mask: impl Into<Arc<BlockMask>>) -> Self {
         self.block_mask = Some(block_mask.into());
         self

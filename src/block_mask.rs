@@ -543,6 +543,14 @@ impl BlockMask {
         compiled.matrix([b as u32, h as u32], self.q_len, self.kv_lens[b], self.q_offset[b])
     }
 
+    /// Partial tiles, where there is no mask_mod to decide their pairs.
+    pub(crate) fn undecided(&self) -> usize {
+        match &self.mask_mod {
+            Some(_) => 0,
+            None => self.rows.partials.iter().map(|&[_, map]| TileMap(map).partial_tiles()).sum(),
+        }
+    }
+
     fn no_mask_mod(&self) -> Error {
         Error::shape(format!(
             "the block mask has {} partial blocks but no mask_mod to decide their pairs; add it with `with_mask_mod`",

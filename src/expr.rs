@@ -103,6 +103,10 @@ pub use views::{Bool, F32, I32, Index, Score, U32, View, sum};
 /// The most distinct operations that one expression may have after unrolling.
 pub const MAX_NODES: usize = 4096;
 
+/// The most operations that may stand one inside the other. What goes through an expression goes down as
+/// far, and a thread's stack ends.
+pub const MAX_DEPTH: usize = 1024;
+
 /// What the kernel gives to an expression. `Score` is f32, the others are i32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Input {
@@ -197,7 +201,7 @@ impl Expr {
     ///
     /// # Errors
     /// When the number or the types of the arguments do not fit the operation, or when the expression
-    /// becomes deeper than [`MAX_NODES`].
+    /// becomes deeper than [`MAX_DEPTH`].
     pub fn new(op: Op, args: &[Expr]) -> Result<Expr> {
         let expr = Expr::exact(op, args)?;
         Ok(simplify::rule(&expr).unwrap_or(expr))
@@ -217,9 +221,9 @@ impl Expr {
         }
         let ty = op.result_type(&types[..args.len()])?;
         let depth = 1 + args.iter().map(|a| a.0.depth).max().unwrap_or(0);
-        if depth as usize > MAX_NODES {
+        if depth as usize > MAX_DEPTH {
             return Err(Error::Expression(format!(
-                "the expression is more than {MAX_NODES} operations deep; shorten it or capture a table"
+                "the expression is more than {MAX_DEPTH} operations deep; shorten it or capture a table"
             )));
         }
         let mut inputs = if let Op::Input(input) = op { Inputs::only(input) } else { Inputs::NONE };

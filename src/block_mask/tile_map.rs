@@ -50,6 +50,11 @@ impl TileMap {
         }
     }
 
+    /// How many tiles are partial.
+    pub(crate) const fn partial_tiles(self) -> usize {
+        (self.0 & !(self.0 >> 1) & PARTIAL).count_ones() as usize
+    }
+
     /// The map with one tile replaced.
     #[must_use]
     pub const fn with(self, r: usize, c: usize, class: Class) -> Self {

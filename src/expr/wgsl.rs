@@ -108,7 +108,68 @@ impl ScoreMod {
     }
 }
 
+/// Operators that one statement may hold: naga goes one call down for each.
+const MAX_OPERATORS: usize = 512;
+
+/// A thread of its own reads longer statements, as a program's threads may have little stack.
+#[cfg(not(target_arch = "wasm32"))]
+const FEW_OPERATORS: usize = 64;
+
 fn parse(text: &str, kind: Kind, captures: &[Capture], scalars: &[Scalar]) -> Result<Expr> {
+    let longest = longest_statement(text);
+    if longest.operators > MAX_OPERATORS {
+        let message = format!(
+            "this statement has {} operators but at most {MAX_OPERATORS} are allowed; capture a table, or use `let` for parts of it",
+            longest.operators
+        );
+        return Err(ParseError::new(text, longest.at, message).into());
+    }
+    #[cfg(not(target_arch = "wasm32"))]
+    if longest.operators > FEW_OPERATORS {
+        let read = || read(text, kind, captures, scalars);
+        return std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().stack_size(256 << 20).spawn_scoped(scope, read);
+            let thread = thread.map_err(|error| {
+                Error::expression(format!(
+                    "a long text is read on a thread of its own, which failed: {error}"
+                ))
+            })?;
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        });
+    }
+    read(text, kind, captures, scalars)
+}
+
+/// A statement with many operators, and where it is.
+struct Statement {
+    operators: usize,
+    at: Range<usize>,
+}
+
+/// The statement with the most operators. An `else` counts as one, since its branches lie one inside the other.
+fn longest_statement(text: &str) -> Statement {
+    let mut longest = Statement { operators: 0, at: 0..0 };
+    let mut current = Statement { operators: 0, at: 0..0 };
+    let mut elses = 0;
+    for (word, at) in pieces(text) {
+        match word {
+            ";" | "{" | "}" => current = Statement { operators: 0, at: at + 1..at + 1 },
+            "else" => {
+                elses += 1;
+                current.operators = elses;
+            }
+            _ if word.bytes().all(|b| b"+-*/%&|^<>=!~".contains(&b)) => current.operators += 1,
+            _ => {}
+        }
+        current.at.end = at + word.len();
+        if current.operators > longest.operators {
+            longest = Statement { operators: current.operators, at: current.at.clone() };
+        }
+    }
+    longest
+}
+
+fn read(text: &str, kind: Kind, captures: &[Capture], scalars: &[Scalar]) -> Result<Expr> {
     let words = words(text);
     let has = |name: &str| words.iter().any(|(word, _)| *word == name);
     let defined: Vec<&str> = words.windows(2).filter(|w| w[0].0 == "fn").map(|w| w[1].0).collect();
@@ -131,7 +192,16 @@ fn parse(text: &str, kind: Kind, captures: &[Capture], scalars: &[Scalar]) -> Re
                 let _ = write!(message, "; {note}");
             }
             if message.contains("no definition in scope") {
-                let _ = write!(message, "; known here: {}", known(kind, captures, scalars));
+                let unknown =
+                    span.start.checked_sub(source.before).and_then(|at| text.get(at..)).unwrap_or("");
+                let _ = write!(message, "; {}", instead(unknown, kind, captures, scalars));
+            }
+            if span.start >= source.before + text.len() && message.contains(", found") {
+                let expected = message.split(", found").next().unwrap_or(&message);
+                message = format!("the text ends too early: {expected}");
+            }
+            if let Some(capture) = captures.iter().find(|capture| indexed(&words, text, capture.name())) {
+                let _ = write!(message, "; captured tensors are read as {}", call(capture));
             }
             source.error(span, message)
         })?
@@ -147,7 +217,32 @@ fn parse(text: &str, kind: Kind, captures: &[Capture], scalars: &[Scalar]) -> Re
     Ok(expr)
 }
 
-/// What an unknown name could have been.
+/// Whether `name[` stands in the text.
+fn indexed(words: &[(&str, usize)], text: &str, name: &str) -> bool {
+    words.iter().any(|&(word, at)| word == name && text[at + word.len()..].trim_start().starts_with('['))
+}
+
+/// How a captured tensor is read.
+fn call(capture: &Capture) -> String {
+    format!("{}({})", capture.name(), ["i", "j", "k", "l"][..capture.shape().len()].join(", "))
+}
+
+/// What to do about an unknown name that `rest` begins with.
+fn instead(rest: &str, kind: Kind, captures: &[Capture], scalars: &[Scalar]) -> String {
+    let name = rest.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or("");
+    let prebuilt = crate::masks::ALL.iter().any(|row| row.name == name && kind == Kind::Mask)
+        || crate::scores::ALL.iter().any(|row| row.name == name && kind == Kind::Score);
+    if prebuilt {
+        return format!(
+            "`{name}` is a {} of the library: take it from there by name, not as text",
+            kind.name()
+        );
+    }
+    let known = known(kind, captures, scalars);
+    format!("known here: {known}; captured tensors and scalars have to be given with the text")
+}
+
+/// The names that a text may use.
 fn known(kind: Kind, captures: &[Capture], scalars: &[Scalar]) -> String {
     let mut names: Vec<String> = Vec::new();
     if kind == Kind::Score {
@@ -155,10 +250,7 @@ fn known(kind: Kind, captures: &[Capture], scalars: &[Scalar]) -> String {
     }
     names.extend(["b", "h", "q", "kv", "q_len", "kv_len"].map(str::to_owned));
     names.extend(scalars.iter().map(|s| s.name().to_owned()));
-    names.extend(captures.iter().map(|c| {
-        let index = ["i", "j", "k", "l"][..c.shape().len()].join(", ");
-        format!("{}({index})", c.name())
-    }));
+    names.extend(captures.iter().map(call));
     names.join(", ")
 }
 
@@ -217,13 +309,24 @@ fn prelude(full: &mut String, defined: &[&str], captures: &[Capture], scalars: &
     }
 }
 
-/// The identifiers and keywords of a text with their positions, comments left out.
+/// The identifiers, keywords and numbers of a text with their positions, comments left out.
 fn words(text: &str) -> Vec<(&str, usize)> {
+    let word = |piece: &str| piece.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_');
+    pieces(text).into_iter().filter(|(piece, _)| word(piece)).collect()
+}
+
+/// The words of a text, and the characters of operators, braces and semicolons, with their positions, comments
+/// left out.
+fn pieces(text: &str) -> Vec<(&str, usize)> {
     let bytes = text.as_bytes();
-    let mut words = Vec::new();
+    let mut pieces = Vec::new();
     let (mut i, mut nested) = (0, 0);
+    let in_word = |b: &u8| b.is_ascii_alphanumeric() || *b == b'_';
+    let operator = |b: &u8| b"+-*/%&|^<>=!~".contains(b);
     while i < bytes.len() {
         let two = &bytes[i..(i + 2).min(bytes.len())];
+        let run =
+            |of: &dyn Fn(&u8) -> bool| bytes[i..].iter().position(|b| !of(b)).map_or(bytes.len(), |n| i + n);
         if two == b"/*" {
             nested += 1;
             i += 2;
@@ -234,14 +337,16 @@ fn words(text: &str) -> Vec<(&str, usize)> {
             i += 1;
         } else if two == b"//" {
             i += bytes[i..].iter().position(|b| *b == b'\n').unwrap_or(bytes.len() - i);
-        } else if bytes[i].is_ascii_alphanumeric() || bytes[i] == b'_' {
-            let end = bytes[i..].iter().position(|b| !b.is_ascii_alphanumeric() && *b != b'_');
-            let end = end.map_or(bytes.len(), |n| i + n);
-            words.push((&text[i..end], i));
+        } else if in_word(&bytes[i]) {
+            let end = run(&in_word);
+            pieces.push((&text[i..end], i));
             i = end;
+        } else if operator(&bytes[i]) || b"{};".contains(&bytes[i]) {
+            pieces.push((&text[i..i + 1], i));
+            i += 1;
         } else {
             i += 1;
         }
     }
-    words
+    pieces
 }

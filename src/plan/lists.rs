@@ -21,6 +21,8 @@ pub(super) struct Lists {
     pub(super) mask_heads: u32,
     /// Share of the pairs that kernels visit, roughly.
     density: f64,
+    /// Partial tiles of a block mask that has no mask_mod, so that the call has to give one.
+    undecided: usize,
 }
 
 /// Pairs of a call: of some batch entries and query heads, and of some blocks of what is gone through, keys
@@ -116,6 +118,7 @@ impl Lists {
             mask_batch,
             mask_heads,
             density: self.density,
+            undecided: self.undecided,
         }
     }
 
@@ -145,6 +148,7 @@ impl Lists {
             mask_batch: mask.mask_batch() as u32,
             mask_heads: mask.mask_heads() as u32,
             density: if all > 0.0 { (full as f64 + 0.6 * partial as f64) / all } else { 0.0 },
+            undecided: mask.undecided(),
         })
     }
 
@@ -172,7 +176,16 @@ impl Lists {
             headers
         });
         let key = xxh3_128(format!("uniform {q_blocks} {kv_blocks} {full}").as_bytes());
-        Self { words: words.into(), key, lists, lists_t, mask_batch: 1, mask_heads: 1, density: 1.0 }
+        Self {
+            words: words.into(),
+            key,
+            lists,
+            lists_t,
+            mask_batch: 1,
+            mask_heads: 1,
+            density: 1.0,
+            undecided: 0,
+        }
     }
 }
 
@@ -271,6 +284,17 @@ pub(super) fn of(call: &Forward<'_>, cache: &super::Cache) -> Result<Arc<Lists>>
 }
 
 fn from_given(call: &Forward<'_>, mask: &Arc<BlockMask>, cache: &mut Cache) -> Result<Arc<Lists>> {
+    let lists = known(call, mask, cache)?;
+    if call.mask.is_none() && lists.undecided > 0 {
+        return Err(Error::shape(format!(
+            "the block mask has {} partial tiles but neither it nor the attention has a mask_mod to decide their pairs; give the one that it was built from",
+            lists.undecided
+        )));
+    }
+    Ok(lists)
+}
+
+fn known(call: &Forward<'_>, mask: &Arc<BlockMask>, cache: &mut Cache) -> Result<Arc<Lists>> {
     let shape = &call.shape;
     if mask.block() != [BLOCK; 2] {
         return Err(Error::unsupported(format!(

@@ -4,8 +4,8 @@ use std::rc::Rc;
 
 use flexattn::expr::CaptureType;
 use flexattn::{
-    Attention, BlockMask, Capture, DType, Gpu, Layout, MaskMod, Profile, Saved, ScoreMod, Tensor, Tier,
-    Wanted, masks,
+    Attention, BlockMask, BlockShape, Capture, DType, Gpu, Layout, MaskMod, Profile, Saved, ScoreMod, Tensor,
+    Tier, Wanted, masks,
 };
 use flexattn_testing::problem::{Inputs, Numbers, Sizes};
 
@@ -448,5 +448,23 @@ fn a_captured_tensor_on_the_device_has_the_gradient_of_one_in_host_memory() {
         let read = |found: &flexattn::Gradients| found.capture("bias").unwrap().read().unwrap();
         assert_eq!(read(&found), read(&expected), "{}", gpu.tier());
         assert_eq!(found.dq.unwrap().read().unwrap(), expected.dq.unwrap().read().unwrap());
+    }
+}
+
+#[test]
+fn a_block_mask_with_partial_tiles_and_no_mask_mod_is_refused() {
+    let case = Case { mask: Some(masks::causal()), ..Case::new(sizes([1, 1, 1], [200, 200], [8, 8])) };
+    let built = BlockMask::build(&masks::causal(), BlockShape::new(1, 1, 200, 200)).unwrap();
+    let read = BlockMask::from_bytes(&built.to_bytes()).unwrap();
+    for gpu in tiers() {
+        let [q, k, v, _] = case.tensors(&gpu);
+        let run = |attention: Attention| attention.forward(&gpu, &q, &k, &v);
+        let error = run(Attention::new().block_mask(read.clone())).unwrap_err();
+        assert!(error.is_shape() && error.to_string().contains("mask_mod"), "{error}");
+        let expected = run(case.attention()).unwrap().out.read().unwrap();
+        let given = run(case.attention().block_mask(read.clone())).unwrap().out.read().unwrap();
+        let own = read.clone().with_mask_mod(masks::causal());
+        let own = run(Attention::new().block_mask(own)).unwrap().out.read().unwrap();
+        assert!(given == expected && own == expected, "{}", gpu.tier());
     }
 }

@@ -323,10 +323,10 @@ fn no_text_makes_the_parser_panic() {
 fn unrolling_is_bounded() {
     let long = "var x = score; for (var i = 0; i < 1400; i++) { x = x * 1.5 + f32(i); } return x;";
     let error = ScoreMod::from_wgsl(long, &[], &[]).unwrap_err().to_string();
-    assert!(error.contains("4096"), "{error}");
+    assert!(error.contains("1024"), "{error}");
     let nested = "var x = score; for (var i = 0; i < 1400; i++) { for (var j = 0; j < 1400; j++) { x = score; } } return x;";
     let error = ScoreMod::from_wgsl(nested, &[], &[]).unwrap_err().to_string();
-    assert!(error.contains("unroll") || error.contains("4096"), "{error}");
+    assert!(error.contains("unroll") || error.contains("1024"), "{error}");
 }
 
 proptest::proptest! {
@@ -352,5 +352,69 @@ proptest::proptest! {
                 Err(e) => return Err(proptest::test_runner::TestCaseError::fail(format!("{text}: {e}"))),
             }
         }
+    }
+}
+
+/// What goes deep in a text: each is fine a few hundred levels down, and refused far down.
+fn deep(levels: usize) -> Vec<(&'static str, String)> {
+    let chain = |piece: &str, by: &str| vec![piece; levels].join(by);
+    vec![
+        ("operators", chain("kv == 1", " || ")),
+        ("sums", format!("q > {}", chain("kv", " + "))),
+        ("negations", format!("{}(q > kv)", "!".repeat(levels))),
+        ("parentheses", format!("{}q > kv{}", "(".repeat(levels), ")".repeat(levels))),
+        ("calls", format!("q > {}kv{}", "abs(".repeat(levels), ")".repeat(levels))),
+        ("branches", format!("{}{{ return false; }}", "if (q > kv) { return true; } else ".repeat(levels))),
+        ("blocks", format!("{} return q > kv; {}", "{".repeat(levels), "}".repeat(levels))),
+        ("statements", format!("var x = q > kv; {} return x;", "x = x || (kv == 1);".repeat(levels))),
+        (
+            "loops",
+            format!("var x = q > kv; for (var i = 0; i < {levels}; i++) {{ x = x || (kv == i); }} return x;"),
+        ),
+        ("functions", {
+            let each = |i: usize| format!("fn g{}(q: i32) -> bool {{ return g{i}(q + 1); }}\n", i + 1);
+            let all: String = (0..levels).map(each).collect();
+            let signature = "fn mask_mod(b: i32, h: i32, q: i32, kv: i32) -> bool";
+            format!("fn g0(q: i32) -> bool {{ return q > 0; }}\n{all}{signature} {{ return g{levels}(q); }}")
+        }),
+    ]
+}
+
+#[test]
+fn deep_texts_are_read_or_refused_on_a_thread_with_little_stack() {
+    // Half of what a thread gets by default.
+    let read = || {
+        for levels in [50, 100, 400, 2_000, 20_000] {
+            for (what, text) in deep(levels) {
+                match MaskMod::from_wgsl(&text, &[], &[]) {
+                    Ok(mask) => drop(mask.expr().to_string()),
+                    Err(error) => {
+                        assert!(
+                            levels > 50 || ["parentheses", "calls", "functions"].contains(&what),
+                            "{what}: {error}"
+                        )
+                    }
+                }
+            }
+        }
+    };
+    std::thread::Builder::new().stack_size(1 << 20).spawn(read).unwrap().join().unwrap();
+}
+
+#[test]
+fn messages_say_what_to_write_instead() {
+    let doc = Capture::i32("doc", &[0, 0, 1], &[3]).unwrap();
+    let captures = [doc.into()];
+    let cases = [
+        ("doc[q] == doc[kv]", "doc(i)"),
+        ("causal", "`causal` is a mask_mod of the library"),
+        ("document(q) == 0", "`document` is a mask_mod of the library"),
+        ("ids(q) == ids(kv)", "have to be given with the text"),
+        ("q >= kv &&", "the text ends too early: expected expression"),
+        ("q - kv", "a mask_mod must be bool, but this is i32"),
+    ];
+    for (text, says) in cases {
+        let error = MaskMod::from_wgsl(text, &captures, &[]).unwrap_err().to_string();
+        assert!(error.contains(says), "{text}: {error}");
     }
 }

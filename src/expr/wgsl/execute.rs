@@ -48,6 +48,7 @@ pub(super) fn run(
         captures: captures.iter().map(Capture::decl).collect(),
         scalars: scalars.iter().map(Scalar::decl).collect(),
         steps: 0,
+        calls: 0,
     };
     let signature_fits = function.arguments.len() == inputs.len()
         && function.arguments.iter().zip(inputs).all(|(a, i)| run.ty(a.ty) == Some(i.ty()))
@@ -69,6 +70,8 @@ struct Run<'a> {
     captures: Vec<CaptureDecl>,
     scalars: Vec<ScalarDecl>,
     steps: usize,
+    /// Functions that the current place is in, one calling the other.
+    calls: usize,
 }
 
 /// Values of local variables.
@@ -103,8 +106,14 @@ struct State {
     ended: bool,
 }
 
+/// Functions inside of functions, of which each takes room on the thread's stack.
+const MAX_CALLS: usize = 64;
+
 /// Longer loops do not fit the limit of operations.
 const MAX_LOOP: usize = 1500;
+
+/// Nor do these where a step is left under a condition that is not constant: it goes into each later step.
+const MAX_OPEN_LOOP: usize = 256;
 
 impl Run<'_> {
     fn error(&self, span: Span, message: impl Into<String>) -> Error {
@@ -156,6 +165,17 @@ impl Run<'_> {
     }
 
     fn call(&mut self, function: &Function, args: Vec<Expr>, span: Span) -> Result<Option<Expr>> {
+        if self.calls == MAX_CALLS {
+            let message = format!("functions call each other more than {MAX_CALLS} deep; join some of them");
+            return Err(self.error(span, message));
+        }
+        self.calls += 1;
+        let result = self.call_at(function, args, span);
+        self.calls -= 1;
+        result
+    }
+
+    fn call_at(&mut self, function: &Function, args: Vec<Expr>, span: Span) -> Result<Option<Expr>> {
         let result = match &function.result {
             Some(result) => Some(self.expect_ty(result.ty, span)?),
             None => None,
@@ -200,7 +220,12 @@ impl Run<'_> {
             value = self.new_expr(Op::Select, &[condition, earlier, value], span)?;
         }
         if value.ty() != ty {
-            return Err(self.error(span, format!("{name} returns {} but is declared {ty}", value.ty())));
+            let message = if name == self.source.kind.name() {
+                format!("a {name} must be {ty}, but this is {}", value.ty())
+            } else {
+                format!("{name} returns {} but is declared {ty}", value.ty())
+            };
+            return Err(self.error(span, message));
         }
         Ok(Some(value))
     }
@@ -495,9 +520,11 @@ impl Run<'_> {
         let always = Expr::constant(true);
         frame.breaks.push(Vec::new());
         for step in 0.. {
-            if step > MAX_LOOP {
+            let open = frame.gone.as_constant().is_none();
+            let steps = if open { MAX_OPEN_LOOP } else { MAX_LOOP };
+            if step > steps {
                 let message = format!(
-                    "this loop does not end after {MAX_LOOP} steps; its condition must depend on constants alone"
+                    "this loop does not end after {steps} steps; its condition must depend on constants alone"
                 );
                 return Err(self.error(span, message));
             }
