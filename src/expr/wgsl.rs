@@ -192,9 +192,11 @@ fn read(text: &str, kind: Kind, captures: &[Capture], scalars: &[Scalar]) -> Res
                 let _ = write!(message, "; {note}");
             }
             if message.contains("no definition in scope") {
-                let unknown =
-                    span.start.checked_sub(source.before).and_then(|at| text.get(at..)).unwrap_or("");
-                let _ = write!(message, "; {}", instead(unknown, kind, captures, scalars));
+                let known = known(kind, captures, scalars);
+                let _ = write!(
+                    message,
+                    "; known here: {known}; captured tensors and scalars have to be given with the text"
+                );
             }
             if span.start >= source.before + text.len() && message.contains(", found") {
                 let expected = message.split(", found").next().unwrap_or(&message);
@@ -225,21 +227,6 @@ fn indexed(words: &[(&str, usize)], text: &str, name: &str) -> bool {
 /// How a captured tensor is read.
 fn call(capture: &Capture) -> String {
     format!("{}({})", capture.name(), ["i", "j", "k", "l"][..capture.shape().len()].join(", "))
-}
-
-/// What to do about an unknown name that `rest` begins with.
-fn instead(rest: &str, kind: Kind, captures: &[Capture], scalars: &[Scalar]) -> String {
-    let name = rest.split(|c: char| !c.is_alphanumeric() && c != '_').next().unwrap_or("");
-    let prebuilt = crate::masks::ALL.iter().any(|row| row.name == name && kind == Kind::Mask)
-        || crate::scores::ALL.iter().any(|row| row.name == name && kind == Kind::Score);
-    if prebuilt {
-        return format!(
-            "`{name}` is a {} of the library: take it from there by name, not as text",
-            kind.name()
-        );
-    }
-    let known = known(kind, captures, scalars);
-    format!("known here: {known}; captured tensors and scalars have to be given with the text")
 }
 
 /// The names that a text may use.

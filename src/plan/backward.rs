@@ -61,7 +61,7 @@ impl Wanted {
     }
 }
 
-/// Where the gradients of captured tensors lie in the buffer of [`Role::Captured`].
+/// Where the gradients of captured tensors lie in the buffer of [`super::Role::Captured`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CapturedPlaces {
     /// Name, shape and first f32 element of each, in the order they were wanted.
@@ -78,7 +78,7 @@ pub struct BackwardPlan {
     pub plan: Plan,
     /// Where the sinks' gradient begins in the statistics.
     pub dsink_at: usize,
-    /// The layout of dk and of dv in the buffer of [`Role::Dkv`].
+    /// The layout of dk and of dv in the buffer of [`super::Role::Dkv`].
     pub dkv: [Layout; 2],
     /// The captured tensors' gradients.
     pub captured: CapturedPlaces,

@@ -407,8 +407,6 @@ fn messages_say_what_to_write_instead() {
     let captures = [doc.into()];
     let cases = [
         ("doc[q] == doc[kv]", "doc(i)"),
-        ("causal", "`causal` is a mask_mod of the library"),
-        ("document(q) == 0", "`document` is a mask_mod of the library"),
         ("ids(q) == ids(kv)", "have to be given with the text"),
         ("q >= kv &&", "the text ends too early: expected expression"),
         ("q - kv", "a mask_mod must be bool, but this is i32"),
