@@ -1,3 +1,4 @@
+/// <reference lib="esnext.disposable" preserve="true" />
 /**
  * FlexAttention for WebGPU. A mask and a score modification, written once, become a fused and
  * block-sparse attention kernel on the page's GPU.
@@ -168,8 +169,13 @@ export type ScoreMod = string | PrebuiltScore | readonly ScoreMod[];
 // ---------------------------------------------------------------------------------------------
 // Errors
 
-/** What went wrong. `parse` and `expression` are about a mod; `out-of-memory` and `device-lost` about the GPU. */
+/**
+ * What went wrong. `parse` and `expression` are about a mod; `out-of-memory` and `device-lost` about the
+ * GPU; `usage` is a call that could never work: before `init()`, after `free()`, with a promise where its
+ * result is meant, or with an option that does not exist.
+ */
 export type ErrorKind =
+  | "usage"
   | "shape"
   | "dtype"
   | "capture"
@@ -240,7 +246,10 @@ let loading: Promise<void> | undefined;
 async function load(source: ModuleSource | undefined): Promise<void> {
   await wasm.default({ module_or_path: source ?? (await besideThisFile()) });
   wasm.start(FlexattnError, pause);
+  loaded = true;
 }
+
+let loaded = false;
 
 /** Lets the page handle what is waiting. A message port, because timers are held back to 4 ms and more. */
 function pause(): Promise<void> {
@@ -264,7 +273,230 @@ async function besideThisFile(): Promise<URL | BufferSource> {
 }
 
 // ---------------------------------------------------------------------------------------------
+// Guards: what cannot work is refused here, in words, before it reaches the module
+
+/** The module, once it is there. */
+function module(): typeof wasm {
+  if (!loaded) throw new FlexattnError("the WebAssembly module is not loaded yet; `await init()` once, before anything else", "usage");
+  return wasm;
+}
+
+const isObject = (value: unknown): value is Record<PropertyKey, unknown> => typeof value === "object" && value !== null;
+const isPromise = (value: unknown): boolean => isObject(value) && typeof value["then"] === "function";
+// Not by `instanceof`: Node has no such class in its scope.
+const isBuffer = (value: unknown): value is GPUBuffer => isObject(value) && typeof value["mapAsync"] === "function";
+
+/** A value in words, for a message. */
+function what(value: unknown): string {
+  if (typeof value === "string") return JSON.stringify(value);
+  if (typeof value === "function") return "a function";
+  if (!isObject(value)) return String(value);
+  if (isPromise(value)) return "a promise";
+  if (Array.isArray(value)) return "a list";
+  const tag = value[Symbol.toStringTag];
+  const name = typeof tag === "string" ? tag : (value.constructor?.name ?? "Object");
+  if (name === "Object") return Object.keys(value).length === 0 ? "{}" : `an object with ${Object.keys(value).join(", ")}`;
+  return /^[AEIOU]/.test(name) ? `an ${name}` : `a ${name}`;
+}
+
+/** Refuses what lacks these methods, and so is not the object of WebGPU that is meant. */
+function mustHave(value: unknown, methods: readonly string[], whose: string, wanted: string, remedy: string): void {
+  if (isObject(value) && methods.every((name) => typeof value[name] === "function")) return;
+  throw new FlexattnError(`${whose} is ${what(value)} but must be ${wanted}; ${isPromise(value) ? "`await` the promise first" : remedy}`, "usage");
+}
+
+/** How many letters differ, whatever the case and the underscores. */
+function distance(a: string, b: string): number {
+  const [x, y] = [a, b].map((word) => word.toLowerCase().replace(/[_-]/g, "")) as [string, string];
+  if (x !== "" && (y.startsWith(x) || x.startsWith(y))) return 1;
+  let row = Array.from({ length: y.length + 1 }, (_, j) => j);
+  for (let i = 1; i <= x.length; i++) {
+    const next = [i];
+    for (let j = 1; j <= y.length; j++) {
+      next.push(Math.min((next[j - 1] ?? 0) + 1, (row[j] ?? 0) + 1, (row[j - 1] ?? 0) + (x[i - 1] === y[j - 1] ? 0 : 1)));
+    }
+    row = next;
+  }
+  return row[y.length] ?? 0;
+}
+
+/** Refuses options of other names: a typo would otherwise change a result without a word. */
+function known(options: unknown, of: string, keys: readonly string[]): void {
+  if (!isObject(options) || Array.isArray(options) || isPromise(options)) {
+    throw new FlexattnError(`${of} was given ${what(options)} but takes an object with ${keys.join(", ")}`, "usage");
+  }
+  for (const key of Object.keys(options)) {
+    if (keys.includes(key) || options[key] === undefined) continue;
+    const [nearest] = [...keys].sort((a, b) => distance(key, a) - distance(key, b));
+    const close = nearest !== undefined && distance(key, nearest) <= Math.max(1, key.length / 3);
+    const hint = close ? `did you mean ${nearest}? It` : ATTENTION.includes(key) ? "it is said to new Attention. It" : "it";
+    throw new FlexattnError(`${of} has no option ${key}; ${hint} takes ${keys.join(", ")}`, "usage");
+  }
+}
+
+const VALUES = ["captures", "scalars"];
+const MASK_SHAPE = ["batch", "heads", "qLen", "kvLen", "qOffset", "kvLens", "block"];
+const ATTENTION = ["maskMod", "scoreMod", "blockMask", "scale", "qOffset", "kvLen", "sinks", ...VALUES];
+const CALL = ["scale", "qOffset", "kvLen", "to", ...VALUES];
+
+/** Refuses what text cannot say about a tensor: a size that is no number, more elements than the shape has. */
+function holds(tensor: unknown, name: string): void {
+  if (isPromise(tensor)) throw new FlexattnError(`${name} is a promise; \`await\` it first`, "usage");
+  if (!isObject(tensor)) return;
+  const { data, shape } = tensor;
+  if (!Array.isArray(shape) || shape.length !== 4) return;
+  for (const [axis, size] of shape.entries()) {
+    if (Number.isInteger(size) && size >= 0) continue;
+    const which = ["batch", "heads", "length", "head_dim"][axis];
+    throw new FlexattnError(`${name}.shape[${axis}] (${which}) is ${what(size)} but must be a whole number from 0 up`, "shape");
+  }
+  if (isBuffer(data)) {
+    if (typeof data.size === "number" && typeof data.usage === "number") return;
+    throw new FlexattnError(`${name}.data has a method mapAsync but is no GPUBuffer; pass the buffer itself`, "usage");
+  }
+  const count = shape.reduce((product: number, size: number) => product * size, 1);
+  const length = ArrayBuffer.isView(data) && "length" in data ? Number(data.length) : count;
+  if (length > count && tensor["strides"] === undefined && tensor["offset"] === undefined) {
+    const remedy = `pass data.subarray(0, ${count}), or give strides or offset to read a part of a larger memory`;
+    throw new FlexattnError(`${name}.data has ${length} elements but shape [${shape.join(", ")}] has ${count}; ${remedy}`, "shape");
+  }
+}
+
+/** Refuses a function where a mod is meant. */
+function written(mod: unknown, which: "mask" | "score"): void {
+  if (Array.isArray(mod)) return mod.forEach((part) => written(part, which));
+  if (isObject(mod)) return [mod["all"], mod["any"], mod["not"]].forEach((part) => written(part, which));
+  if (typeof mod !== "function") return;
+  const others = which === "mask" ? 'a mask of the library ({ name: "causal" }) or a combination ({ all: [...] })' : 'a modification of the library ({ name: "softcap", cap: 30 }) or a list of those';
+  throw new FlexattnError(
+    `${which}Mod is a function, which cannot become a kernel; give text ("${which === "mask" ? "q >= kv" : "score * 0.5"}"), ${others}`,
+    "expression",
+    which,
+  );
+}
+
+interface ModOptions extends Values {
+  readonly maskMod?: unknown;
+  readonly scoreMod?: unknown;
+}
+
+/** The texts in a mod. */
+function texts(mod: unknown): string[] {
+  if (typeof mod === "string") return [mod];
+  if (Array.isArray(mod)) return mod.flatMap(texts);
+  return isObject(mod) ? [mod["all"], mod["any"], mod["not"]].flatMap(texts) : [];
+}
+
+/** What to write instead, where the place of a mistake shows what was meant. It follows the message. */
+function hint(message: string, which: "mask" | "score" | undefined, place: Position | undefined, options: ModOptions): string {
+  if (which === undefined || place === undefined) return "";
+  for (const text of texts(which === "mask" ? options.maskMod : options.scoreMod)) {
+    const word = text.slice(place.from, place.to);
+    const names = (wasm.prebuilt() as Prebuilt[]).filter(({ name }) => name === word);
+    const own = names.find(({ kind }) => kind === which) ?? names[0];
+    if (own !== undefined) return `; ${word} is a ${own.kind === "mask" ? "mask" : "score modification"} of the library: give { name: "${word}" } as ${own.kind}Mod, not text`;
+    if (Object.hasOwn(options.captures ?? {}, word) && !message.includes(`${word}(`)) return `; a captured tensor is read as ${word}(i), with one index per dimension`;
+    if (/^[A-Za-z_]\w*$/.test(word) && message.includes("no definition") && !/captures?\b/.test(message)) {
+      return "; a tensor or scalar must be given in captures or scalars, and a tensor is read as name(i)";
+    }
+    if (!/\bf32\b/.test(message)) continue;
+    const plain = Object.entries(options.scalars ?? {}).filter(([, value]) => Number.isInteger(value));
+    const read = (from: string) => plain.find(([name]) => new RegExp(`\\b${name}\\b`).test(from));
+    const scalar = read(word) ?? read(text);
+    if (scalar !== undefined) return `; a plain number is an f32: for a whole number give ${scalar[0]}: { i32: ${String(scalar[1])} }`;
+  }
+  return "";
+}
+
+/** Reads mods, with the hint that a mistake calls for. */
+function reading<T>(options: ModOptions, read: () => T): T {
+  written(options.maskMod, "mask");
+  written(options.scoreMod, "score");
+  try {
+    return read();
+  } catch (error) {
+    if (!(error instanceof FlexattnError)) throw error;
+    throw new FlexattnError(error.message + hint(error.message, error.mod, error.position, options), error.kind, error.mod, error.position);
+  }
+}
+
+/** What browsers say about a page's buffers, and what to do about it. */
+const REMEDIES: readonly (readonly [RegExp, string])[] = [
+  [/associated with/, "a GPUBuffer belongs to another device; make it on gpu.device, or adopt its device with `await Gpu.fromDevice(device)`"],
+  [/destroyed/, "a GPUBuffer was destroyed before the call that uses it was submitted; destroy it once the promise has settled"],
+  [/mapped/, "a GPUBuffer is mapped; unmap() it before the call"],
+  [/synchronization scope|aliasing|overlap/i, "out shares bytes with q, k or v; in a buffer that they share, out needs a part of its own that starts at a multiple of 256 bytes"],
+];
+
+/** The error of a call, with the remedy before the browser's own words. */
+function explained(error: unknown): unknown {
+  if (!(error instanceof FlexattnError) || error.kind !== "buffer") return error;
+  const found = REMEDIES.find(([says]) => says.test(error.message));
+  return found ? new FlexattnError(`${found[1]} (${error.message})`, "buffer") : error;
+}
+
+/** What is left of something after `free()`: a clear word. */
+function unfreed<T>(raw: T | undefined, what: string): T {
+  if (raw === undefined) throw new FlexattnError(`this ${what} was freed; make a new one, or call free() later`, "usage");
+  return raw;
+}
+
+const deviceLost = ({ message, reason }: GPUDeviceLostInfo) =>
+  new FlexattnError(`the GPU device was lost (${message || reason}); create a new Gpu and upload the tensors again`, "device-lost");
+
+// ---------------------------------------------------------------------------------------------
 // Gpu
+
+/** Features worth having: 16-bit arithmetic, shuffles, and time stamps for measuring. */
+const FEATURES: readonly GPUFeatureName[] = ["shader-f16", "subgroups", "timestamp-query"];
+
+/** Limits that attention presses against. */
+const LIMITS = [
+  "maxBufferSize",
+  "maxStorageBufferBindingSize",
+  "maxComputeWorkgroupStorageSize",
+  "maxComputeInvocationsPerWorkgroup",
+  "maxComputeWorkgroupSizeX",
+  "maxStorageBuffersPerShaderStage",
+] as const;
+
+/** Refuses what is no device: within the module, a missing method would end nowhere. */
+function mustBeDevice(device: unknown): asserts device is GPUDevice {
+  const methods = ["createBuffer", "createBindGroup", "createShaderModule", "createComputePipelineAsync", "createCommandEncoder", "pushErrorScope", "popErrorScope"];
+  mustHave(device, methods, "what Gpu.fromDevice was given", "a GPUDevice", "`await adapter.requestDevice()` gives one, and so does an engine's own device");
+}
+
+function mustBeAdapter(adapter: unknown): asserts adapter is GPUAdapter {
+  mustHave(adapter, ["requestDevice"], "adapter", "a GPUAdapter", "`await navigator.gpu.requestAdapter()` gives one, or null where there is none");
+}
+
+function tierOf({ tier }: Pick<GpuOptions, "tier">): Tier | undefined {
+  if (tier === undefined || ["subgroup", "portable", "cpu"].includes(tier)) return tier;
+  throw new FlexattnError(`tier ${tier} was asked for but a page has subgroup, portable and cpu; leave it out for the best of them`, "unsupported");
+}
+
+/** A device with everything of use that the adapter has, or why there is none. */
+async function newDevice({ adapter, gpu }: GpuOptions): Promise<GPUDevice | string> {
+  const said = (error: unknown) => (error instanceof Error ? error.message : String(error));
+  let found: GPUAdapter | null | undefined = adapter;
+  if (found === undefined) {
+    const entry = gpu ?? (globalThis.navigator as Navigator | undefined)?.gpu;
+    if (entry === undefined) return "there is no WebGPU here (navigator.gpu is missing: an older browser, or a page without https)";
+    mustHave(entry, ["requestAdapter"], "gpu", "the entry point of WebGPU", "leave it out in a page; in Node, it is what create([]) of the package webgpu gives");
+    try {
+      found = await entry.requestAdapter({ powerPreference: "high-performance" });
+    } catch (error) {
+      return `WebGPU offers no adapter: ${said(error)}`;
+    }
+    if (!found) return "WebGPU is here but offers no adapter";
+  }
+  mustBeAdapter(found);
+  try {
+    return await found.requestDevice({ label: "flexattn", requiredFeatures: Gpu.wantedFeatures(found), requiredLimits: Gpu.wantedLimits(found) });
+  } catch (error) {
+    return `the adapter gave no device: ${said(error)}`;
+  }
+}
 
 /**
  * Which kernels run: `subgroup` (shuffles between the lanes of a subgroup), `portable` (core WebGPU) or
@@ -283,26 +515,31 @@ export interface GpuOptions {
 
 /** A device to run on. Everything that is made with it stays on it. */
 export class Gpu {
-  /** @internal */
-  readonly raw: wasm.Gpu;
+  #raw: wasm.Gpu | undefined;
+  #loss: GPUDeviceLostInfo | undefined;
+  /** What the device was made from. In Node it must outlive the device, so it is kept here. */
+  readonly #entry: GPU | undefined;
   /** The tier in use. */
   readonly tier: Tier;
   /** The adapter in words, as the browser describes it; on the `cpu` tier, "WebAssembly". */
   readonly adapter: string;
-  /** One sentence per better tier, saying why it is not in use. Empty when nothing better exists. */
+  /** One sentence per better tier of a page, saying why it is not in use. Empty when nothing better exists. */
   readonly notes: readonly string[];
   /** The device, to share with another engine; `null` on the `cpu` tier. */
   readonly device: GPUDevice | null;
   /** Settles when the device is gone: driver reset, unplugged, destroyed. Make a new Gpu then. Never settles on the `cpu` tier. */
   readonly lost: Promise<GPUDeviceLostInfo>;
 
-  private constructor(raw: wasm.Gpu) {
-    this.raw = raw;
+  private constructor(raw: wasm.Gpu, entry?: GPU) {
+    this.#raw = raw;
+    this.#entry = entry;
     this.tier = raw.tier as Tier;
     this.adapter = raw.adapter;
     this.notes = raw.notes;
     this.device = raw.device ?? null;
     this.lost = this.device?.lost ?? new Promise<GPUDeviceLostInfo>(() => {});
+    // Before anybody else can wait for it, so that whoever has waited meets a Gpu that knows.
+    void this.lost.then((info) => (this.#loss = info));
   }
 
   /**
@@ -311,35 +548,77 @@ export class Gpu {
    * {@link notes} says why.
    */
   static async create(options: GpuOptions = {}): Promise<Gpu> {
-    return new Gpu(await wasm.Gpu.create(options));
+    const raw = module().Gpu;
+    known(options, "Gpu.create", ["tier", "adapter", "gpu"]);
+    const tier = tierOf(options);
+    if (tier === "cpu") return new Gpu(raw.cpu("the cpu tier was asked for"));
+    const device = await newDevice(options);
+    if (typeof device !== "string") return Gpu.#adopt(device, true, tier, options.gpu);
+    if (tier === undefined) return new Gpu(raw.cpu(device));
+    throw new FlexattnError(`${device}; without a tier, the cpu tier is used`, "unsupported");
   }
 
   /**
    * Adopts a device that the page or another engine made, and never changes or destroys it. Kernels
    * use the features that it was created with: request those of {@link wantedFeatures} for speed.
+   * Rejects for a device that is lost already.
    */
   static async fromDevice(device: GPUDevice, options: Pick<GpuOptions, "tier"> = {}): Promise<Gpu> {
-    return new Gpu(await wasm.Gpu.fromDevice(device, options));
+    const raw = module().Gpu;
+    mustBeDevice(device);
+    known(options, "Gpu.fromDevice", ["tier"]);
+    const tier = tierOf(options);
+    return tier === "cpu" ? new Gpu(raw.cpu("the cpu tier was asked for")) : Gpu.#adopt(device, false, tier);
+  }
+
+  static async #adopt(device: GPUDevice, owned: boolean, tier: Tier | undefined, entry?: GPU): Promise<Gpu> {
+    const lost = device.lost.then(deviceLost);
+    // The answer to a scope comes after the news of a loss before it, and does not wait for the GPU's work.
+    device.pushErrorScope("validation");
+    await Promise.race([lost, device.popErrorScope().catch(() => null)]);
+    const gone = await Promise.race([lost, pause()]);
+    if (gone) throw gone;
+    return new Gpu(await wasm.Gpu.adopt(device, owned, tier), entry);
   }
 
   /** The features of this adapter worth requesting for a device that will run attention. */
   static wantedFeatures(adapter: GPUAdapter): GPUFeatureName[] {
-    return wasm.Gpu.wantedFeatures(adapter) as GPUFeatureName[];
+    mustBeAdapter(adapter);
+    return FEATURES.filter((name) => adapter.features.has(name));
   }
 
   /** The limits of this adapter worth requesting for a device that will run attention. */
   static wantedLimits(adapter: GPUAdapter): Record<string, number> {
-    return wasm.Gpu.wantedLimits(adapter) as Record<string, number>;
+    mustBeAdapter(adapter);
+    return Object.fromEntries(LIMITS.map((name) => [name, adapter.limits[name]]).filter(([, limit]) => limit !== undefined));
+  }
+
+  /** @internal */
+  get raw(): wasm.Gpu {
+    return unfreed(this.#raw, "Gpu");
+  }
+
+  /** @internal Refuses a call that could not take effect any more. */
+  alive(): void {
+    unfreed(this.#raw, "Gpu");
+    if (this.#loss) throw deviceLost(this.#loss);
   }
 
   /** Waits until everything submitted so far has run; rejects with what went wrong on the GPU, if anything did. */
   async idle(): Promise<void> {
-    await this.raw.idle();
+    this.alive();
+    try {
+      await this.raw.idle();
+    } catch (error) {
+      throw explained(error);
+    }
   }
 
-  /** Releases caches and, if {@link create} made the device, the device. */
+  /** Releases caches and, if {@link create} made the device, the device. Calls made later reject. */
   free(): void {
-    this.raw.dispose();
+    this.#raw?.dispose();
+    this.#raw?.free();
+    this.#raw = undefined;
   }
 
   [Symbol.dispose](): void {
@@ -376,33 +655,65 @@ export interface Blocks {
   readonly tiles: Uint32Array;
 }
 
-/** Which blocks of the query-key grid a mask keeps. Built inside {@link Attention} when it is not given. */
+/**
+ * Which blocks of the query-key grid a mask keeps. Built inside {@link Attention} when it is not given.
+ *
+ * It brings the mask that it was built from, which is asked in partial blocks only: an
+ * {@link Attention} that takes it needs no `maskMod`.
+ */
 export class BlockMask {
-  /** @internal */
-  readonly raw: wasm.BlockMask;
+  #raw: wasm.BlockMask | undefined;
+  /** Batch entries and heads that it was laid over, where it was said: more than {@link distinct} where all are alike. */
+  readonly #of: readonly [batch: number, heads: number];
 
-  private constructor(raw: wasm.BlockMask) {
-    this.raw = raw;
+  private constructor(raw: wasm.BlockMask, of: readonly [batch: number, heads: number]) {
+    this.#raw = raw;
+    this.#of = of;
   }
 
   /** From a mask, by range analysis where it decides and by looking where it does not. */
   static build(maskMod: MaskMod, shape: MaskShape, values: Values = {}): BlockMask {
-    return new BlockMask(wasm.BlockMask.build(maskMod, shape, values));
+    const raw = module().BlockMask;
+    known(shape, "the shape of a block mask", MASK_SHAPE);
+    known(values, "BlockMask.build", VALUES);
+    return new BlockMask(reading({ maskMod, ...values }, () => raw.build(maskMod, shape, values)), [shape.batch ?? 1, shape.heads ?? 1]);
   }
 
   /** From the value of every pair, `[batch, heads, qLen, kvLen]` row-major, 0 for masked. */
   static fromDense(mask: Uint8Array, shape: MaskShape): BlockMask {
-    return new BlockMask(wasm.BlockMask.fromDense(mask, shape));
+    const raw = module().BlockMask;
+    known(shape, "the shape of a block mask", MASK_SHAPE);
+    return new BlockMask(raw.fromDense(mask, shape), [shape.batch ?? 1, shape.heads ?? 1]);
   }
 
   /** From packed sequences: the offsets at which they start, and the total length last. */
   static fromOffsets(offsets: readonly number[] | Uint32Array | Int32Array, causal = false): BlockMask {
-    return new BlockMask(wasm.BlockMask.fromOffsets(Array.from(offsets), causal));
+    return new BlockMask(module().BlockMask.fromOffsets(Array.from(offsets), causal), [1, Infinity]);
   }
 
-  /** What {@link toBytes} gave. It holds blocks, not the mask: use it together with a `maskMod`. */
+  /** What {@link toBytes} gave. It holds blocks, not the mask: use it together with the `maskMod` that they are of. */
   static fromBytes(bytes: Uint8Array): BlockMask {
-    return new BlockMask(wasm.BlockMask.fromBytes(bytes));
+    return new BlockMask(module().BlockMask.fromBytes(bytes), [Infinity, Infinity]);
+  }
+
+  /** @internal */
+  get raw(): wasm.BlockMask {
+    return unfreed(this.#raw, "BlockMask");
+  }
+
+  /** Refuses a batch entry or head that the mask does not have. */
+  #has(batch: number, head: number): void {
+    const { distinct } = this;
+    for (const [name, at, own, of] of [["batch", batch, distinct.batch, this.#of[0]], ["head", head, distinct.heads, this.#of[1]]] as const) {
+      const count = own === 1 ? of : own;
+      if (Number.isInteger(at) && at >= 0 && at < count) continue;
+      const rule = Number.isFinite(count) ? `below ${count}, as many as the mask has` : "0 or more";
+      throw new FlexattnError(`${name} is ${what(at)} but must be a whole number ${rule}`, "shape");
+    }
+  }
+
+  #with(other: BlockMask, raw: wasm.BlockMask): BlockMask {
+    return new BlockMask(raw, [Math.max(this.#of[0], other.#of[0]), Math.max(this.#of[1], other.#of[1])]);
   }
 
   get qLen(): number {
@@ -430,28 +741,30 @@ export class BlockMask {
 
   /** The blocks of one batch entry and head. */
   blocks(batch = 0, head = 0): Blocks {
+    this.#has(batch, head);
     return this.raw.blocks(batch, head);
   }
 
   /** The mask itself over a window of one batch entry and head, row-major, 1 for kept. */
   tokens(window: { batch?: number; head?: number; q: readonly [from: number, to: number]; kv: readonly [from: number, to: number] }): Uint8Array {
     const { batch = 0, head = 0, q, kv } = window;
+    this.#has(batch, head);
     return this.raw.tokens(batch, head, q[0], q[1], kv[0], kv[1]);
   }
 
   /** Pairs that both keep. */
   and(other: BlockMask): BlockMask {
-    return new BlockMask(this.raw.and(other.raw));
+    return this.#with(other, this.raw.and(other.raw));
   }
 
   /** Pairs that either keeps. */
   or(other: BlockMask): BlockMask {
-    return new BlockMask(this.raw.or(other.raw));
+    return this.#with(other, this.raw.or(other.raw));
   }
 
   /** Pairs that this one masks. */
   not(): BlockMask {
-    return new BlockMask(this.raw.not());
+    return this.#with(this, this.raw.not());
   }
 
   /** The blocks as pixels, one per 32 by 32 tile where that fits 1024: `new ImageData(data, width, height)` puts them on a canvas. */
@@ -469,8 +782,10 @@ export class BlockMask {
     return this.raw.toText();
   }
 
+  /** Releases its memory in the module. Once is enough, and more does no harm; it cannot be used afterwards. */
   free(): void {
-    this.raw.free();
+    this.#raw?.free();
+    this.#raw = undefined;
   }
 
   [Symbol.dispose](): void {
@@ -487,7 +802,14 @@ export interface AttentionOptions extends Values {
   readonly maskMod?: MaskMod | undefined;
   /** What becomes of a score: nothing, unless given. */
   readonly scoreMod?: ScoreMod | undefined;
-  /** Blocks known beforehand. Without it they are found from `maskMod` and remembered. */
+  /**
+   * Blocks known beforehand. Without it they are found from `maskMod` and remembered.
+   *
+   * Pairs of full blocks are kept and those of empty ones are not, without asking; a mask is asked in
+   * partial blocks only. It is the one that the blocks were built from, so `maskMod` is left out: another
+   * one is refused. Blocks of {@link BlockMask.fromBytes} bring none; there, `maskMod` must be the mask that
+   * they are of, which nothing can check. Captured values that change the mask need new blocks too.
+   */
   readonly blockMask?: BlockMask | undefined;
   /** Factor of the dot products: 1 / sqrt(headDim) unless given. */
   readonly scale?: number | undefined;
@@ -552,13 +874,48 @@ export interface Gradients<R extends Residence, D extends HostData | GPUBuffer =
  * k and v (grouped queries), and a batch of 1 in k and v serves every batch entry of q.
  */
 export class Attention {
-  /** @internal */
-  readonly raw: wasm.Attention;
+  #raw: wasm.Attention | undefined;
+  readonly #gpu: Gpu;
 
   /** @throws {FlexattnError} for a mod that does not hold up, with the position in its text. */
   constructor(gpu: Gpu, options: AttentionOptions = {}) {
-    this.raw = new wasm.Attention(gpu.raw, options);
-    if (options.blockMask) this.raw.useBlockMask(options.blockMask.raw);
+    const raw = module().Attention;
+    if (!(gpu instanceof Gpu)) {
+      const remedy = isPromise(gpu) ? "`await Gpu.create()` first" : "`await Gpu.create()` gives one";
+      throw new FlexattnError(`new Attention was given ${what(gpu)} but its first argument must be a Gpu; ${remedy}`, "usage");
+    }
+    known(options, "new Attention", ATTENTION);
+    const { blockMask } = options;
+    if (blockMask !== undefined && !(blockMask instanceof BlockMask)) {
+      throw new FlexattnError(`blockMask is ${what(blockMask)} but must be a BlockMask; BlockMask.build(maskMod, shape) makes one`, "usage");
+    }
+    const blocks = blockMask?.raw;
+    const made = reading(options, () => new raw(gpu.raw, options));
+    try {
+      if (blocks) made.useBlockMask(blocks);
+    } catch (error) {
+      made.free();
+      throw error;
+    }
+    this.#raw = made;
+    this.#gpu = gpu;
+  }
+
+  /** One call. Its work is given to the device before this returns; `onGpu` says where the results stay. */
+  async #call<T>(tensors: Readonly<Record<string, unknown>>, options: object, of: string, keys: readonly string[], give: (raw: wasm.Attention) => Promise<unknown>): Promise<T> {
+    const raw = unfreed(this.#raw, "Attention");
+    this.#gpu.alive();
+    known(options, of, keys);
+    for (const [name, tensor] of Object.entries(tensors)) holds(tensor, name);
+    let result: unknown;
+    try {
+      result = await give(raw);
+    } catch (error) {
+      throw explained(error);
+    }
+    // What has reached the host stays good. A buffer of a lost device is good for nothing.
+    if (isObject(result) && Object.values(result).some((part) => isBuffer(part) || (isObject(part) && isBuffer(part["data"])))) this.#gpu.alive();
+    return result as T;
   }
 
   /** softmax(scoreMod(q kᵀ scale)) v over the kept pairs. */
@@ -568,7 +925,7 @@ export class Attention {
     v: Tensor,
     options: ForwardOptions<R> = {},
   ): Promise<Output<R, D>> {
-    return this.raw.forward(q, k, v, options) as Promise<Output<R, D>>;
+    return this.#call({ q, k, v, out: options?.out }, options, "forward", [...CALL, "max", "out"], (raw) => raw.forward(q, k, v, options));
   }
 
   /** Gradients of a loss, given those of `out` and, if it depends on it, of `lse`. `output` is what {@link forward} returned for the same q, k and v. */
@@ -580,21 +937,28 @@ export class Attention {
     dout: Tensor,
     options: BackwardOptions<R> = {},
   ): Promise<Gradients<R, D>> {
-    return this.raw.backward(q, k, v, output, dout, options) as Promise<Gradients<R, D>>;
+    return this.#call({ q, k, v, output, "output.out": output?.out, dout }, options, "backward", [...CALL, "dlse", "wants", "wantsCaptures"], (raw) =>
+      raw.backward(q, k, v, output, dout, options),
+    );
   }
 
   /** The attention weights of some query rows, `[batch, heads, rows.length, kvLen]`: for looking at, not for speed. */
   weights(q: Tensor, k: Tensor, rows: readonly number[], options: CallOptions<"host"> = {}): Promise<Float32Array> {
-    return this.raw.weights(q, k, rows, options);
+    return this.#call({ q, k }, options, "weights", CALL, (raw) => raw.weights(q, k, rows, options));
   }
 
   /** The same result straight from the definition, in f64, on the CPU: slow, and for comparing. */
   reference(q: Tensor<HostData>, k: Tensor<HostData>, v: Tensor<HostData>, options: CallOptions<"host"> = {}): Reference {
-    return this.raw.reference(q, k, v, options);
+    const raw = unfreed(this.#raw, "Attention");
+    known(options, "reference", CALL);
+    for (const [name, tensor] of Object.entries({ q, k, v })) holds(tensor, name);
+    return raw.reference(q, k, v, options) as Reference;
   }
 
+  /** Releases its memory in the module. Once is enough, and more does no harm; it cannot be used afterwards. */
   free(): void {
-    this.raw.free();
+    this.#raw?.free();
+    this.#raw = undefined;
   }
 
   [Symbol.dispose](): void {
@@ -617,6 +981,7 @@ export async function sdpa<D extends HostData | GPUBuffer>(
   v: Tensor,
   options: { readonly causal?: boolean; readonly bias?: Capture; readonly scale?: number } = {},
 ): Promise<OutputTensor<DataIn<HomeOf<D>, D>>> {
+  known(options, "sdpa", ["causal", "bias", "scale"]);
   const { causal = false, bias, scale } = options;
   const attention = new Attention(gpu, {
     scale,
@@ -646,7 +1011,7 @@ export interface Prebuilt {
 
 /** Every mask and score modification that can be asked for by name. */
 export function prebuilt(): readonly Prebuilt[] {
-  return wasm.prebuilt();
+  return module().prebuilt();
 }
 
 /** A mod spelled out: text, and the tensors and scalars that it reads. */
@@ -658,12 +1023,17 @@ export interface Spelled {
 
 /** Spells a mod as the expression that it became, simplified; parameters that depend on sizes follow `shape`. */
 export function spell(kind: "mask" | "score", mod: MaskMod | ScoreMod, shape: MaskShape, values: Values = {}): Spelled {
-  return wasm.spell(kind, mod, shape, values);
+  const { spell } = module();
+  known(shape, "the shape of spell", MASK_SHAPE);
+  known(values, "spell", VALUES);
+  return reading({ [`${kind}Mod`]: mod, ...values }, () => spell(kind, mod, shape, values));
 }
 
 /** What is wrong with the mods' texts, for an editor: empty when nothing is. Nothing is compiled. */
 export function check(options: Pick<AttentionOptions, "maskMod" | "scoreMod" | "captures" | "scalars">): Diagnostic[] {
-  return wasm.check(options);
+  const { check } = module();
+  known(options, "check", ATTENTION);
+  return (check(options) as Diagnostic[]).map((found) => ({ ...found, message: found.message + hint(found.message, found.mod, found, options) }));
 }
 
 /** What {@link emit} is told. */
@@ -691,5 +1061,14 @@ export interface KernelText {
 
 /** The kernels that mods become. No device is needed. */
 export function emit(options: EmitOptions): KernelText[] {
-  return wasm.emit(options);
+  const { emit } = module();
+  known(options, "emit", ["maskMod", "scoreMod", "language", "pass", "headDim", "vDim", "dtype", "tier", ...VALUES]);
+  const { language } = options;
+  if (language !== "wgsl" && language !== "msl") throw new FlexattnError(`language is ${what(language)} but must be "wgsl" or "msl"`, "unsupported");
+  for (const name of ["headDim", "vDim"] as const) {
+    const size = options[name];
+    if (size === undefined || (Number.isInteger(size) && size > 0)) continue;
+    throw new FlexattnError(`${name} is ${what(size)} but must be a whole number from 1 up`, "shape");
+  }
+  return reading(options, () => emit(options));
 }

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use flexattn::expr::{MaskMod, ScoreMod};
+use flexattn::expr::{Capture, MaskMod, ScoreMod};
 use flexattn::reference::{self, Problem};
 use flexattn::{
     AttentionShape, BlockMask, DType, Error, Layout, Output, Params, PerBatch, Result, Runtime, Saved,
@@ -129,9 +129,16 @@ impl Attention {
 
     /// Uses these blocks instead of finding them.
     #[wasm_bindgen(js_name = useBlockMask)]
-    pub fn use_block_mask(&mut self, block_mask: &crate::block_mask::BlockMask) {
+    pub fn use_block_mask(
+        &mut self,
+        block_mask: &crate::block_mask::BlockMask,
+    ) -> std::result::Result<(), JsValue> {
         self.block_mask = Some(block_mask.shared());
-        self.made = RefCell::default();
+        let made = self.made.take();
+        if let (false, Some(mask)) = (self.sized, made.and_then(|made| made.mask)) {
+            self.fits_blocks(&mask).map_err(Failure::from)?;
+        }
+        Ok(())
     }
 
     /// `{ out, lse, max }`
@@ -228,6 +235,7 @@ impl Attention {
             _ => {
                 let mut attention = flexattn::Attention::new();
                 if let Some(mask) = &mask {
+                    self.fits_blocks(mask)?;
                     attention = attention.mask_mod(mask.clone());
                 }
                 if let Some(score) = &score {
@@ -243,12 +251,33 @@ impl Attention {
         Ok(attention)
     }
 
+    /// Whether the blocks that were given are of this mask, where they say of which they are.
+    fn fits_blocks(&self, mask: &MaskMod) -> Result<()> {
+        match self.block_mask.as_ref().and_then(|block_mask| block_mask.mask_mod()) {
+            Some(own) if own.expr() != mask.expr() || own.scalars() != mask.scalars() => {
+                Err(Error::expression(
+                    "maskMod is not the mask that blockMask was built from; leave maskMod out, since a block mask brings its own mask",
+                ))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// The operation for one call: its sizes, and what it changes.
     fn for_call(&self, shape: &AttentionShape, options: &JsValue) -> Outcome<flexattn::Attention> {
         let sizes = Params::new(shape.batch, shape.q_heads, shape.q_len, shape.kv_len);
         let mut attention = Settings::read(options)?.apply(self.at(&sizes)?);
         let values = Values::read(options)?;
+        let listed = self.block_mask.as_ref().and_then(|block_mask| block_mask.mask_mod());
         for scalar in values.scalars {
+            let mut known = listed.into_iter().flat_map(MaskMod::scalars);
+            if known.any(|known| known.name() == scalar.name() && *known != scalar) {
+                return Err(Error::capture(
+                    scalar.name(),
+                    "blockMask was built with another value; build one with this value, or give maskMod alone",
+                )
+                .into());
+            }
             attention = attention.with_scalar(scalar)?;
         }
         for capture in values.captures {
@@ -494,6 +523,9 @@ impl Attention {
             Some(PerBatch::Each(values)) => values.to_vec(),
             None => Vec::new(),
         };
+        if let Some(block_mask) = &self.block_mask {
+            mask = Some(within(block_mask, mask, &shape, &q_offset)?);
+        }
         let (q, k, v) = (q.widened("q")?, k.widened("k")?, v.widened("v")?);
         let scale = own.scale.or(self.fixed.scale).map_or(1.0 / (shape.head_dim as f64).sqrt(), f64::from);
         let found = reference::forward(&Problem {
@@ -511,6 +543,47 @@ impl Attention {
         }
         Ok(object)
     }
+}
+
+/// The mask of a call whose blocks are given, as kernels see it: every pair of a full tile, and of a partial
+/// tile the pairs that the mask keeps.
+fn within(
+    block_mask: &BlockMask,
+    mask: Option<MaskMod>,
+    shape: &AttentionShape,
+    q_offset: &[i32],
+) -> Result<MaskMod> {
+    let lengths = [block_mask.q_len(), block_mask.kv_len()];
+    if lengths != [shape.q_len, shape.kv_len] {
+        return Err(Error::shape(format!(
+            "the block mask is for qLen and kvLen {lengths:?} but the call has {:?}; build one for these",
+            [shape.q_len, shape.kv_len]
+        )));
+    }
+    let [batch, heads] = [block_mask.mask_batch(), block_mask.mask_heads()];
+    let [rows, columns] = [4 * block_mask.block_rows() as usize, 4 * block_mask.block_columns() as usize];
+    let mut classes = vec![0; batch * heads * rows * columns];
+    for (matrix, classes) in classes.chunks_exact_mut((rows * columns).max(1)).enumerate() {
+        for (at, map) in crate::block_mask::tiles(block_mask, matrix).into_iter().enumerate() {
+            let (row, column) = (4 * (at / (columns / 4)), 4 * (at % (columns / 4)));
+            for tile in 0..16 {
+                classes[(row + tile / 4) * columns + column + tile % 4] = map >> (2 * tile) & 3;
+            }
+        }
+    }
+    // Blocks count from row 0, and `q` from its position.
+    let first = if q_offset.is_empty() { vec![0] } else { q_offset.to_vec() };
+    let captures = [
+        Capture::u32("tile_class", &classes, &[batch, heads, rows, columns])?.into(),
+        Capture::i32("first_row", &first, &[first.len()])?.into(),
+    ];
+    let class = format!("tile_class(b % {batch}, h % {heads}, (q - first_row(b)) / 32, kv / 32)");
+    let full = MaskMod::from_wgsl(&format!("{class} == 2u"), &captures, &[])?;
+    let listed = MaskMod::from_wgsl(&format!("{class} != 0u"), &captures, &[])?;
+    Ok(match mask.as_ref().or(block_mask.mask_mod()) {
+        Some(mask) => full | (listed & mask.clone()),
+        None => listed,
+    })
 }
 
 fn reads<'a>(mut names: impl Iterator<Item = &'a str>, name: &str) -> bool {

@@ -85,6 +85,22 @@ impl BlockMask {
     }
 }
 
+/// The tile maps of one matrix, row-major.
+pub(crate) fn tiles(mask: &flexattn::BlockMask, matrix: usize) -> Vec<u32> {
+    let (rows, columns) = (mask.block_rows() as usize, mask.block_columns() as usize);
+    let mut tiles = vec![0; rows * columns];
+    for row in 0..rows {
+        let list = matrix * rows + row;
+        for &[first, end] in mask.rows().runs_of(list) {
+            tiles[row * columns + first as usize..row * columns + end as usize].fill(TileMap::FULL.0);
+        }
+        for &[block, map] in mask.rows().partials_of(list) {
+            tiles[row * columns + block as usize] = map;
+        }
+    }
+    tiles
+}
+
 #[wasm_bindgen]
 impl BlockMask {
     /// From a mask.
@@ -159,16 +175,7 @@ impl BlockMask {
         let (rows, columns) = (self.0.block_rows() as usize, self.0.block_columns() as usize);
         let matrix = (batch % self.0.mask_batch()) * self.0.mask_heads() + head % self.0.mask_heads();
         let all = self.0.to_dense();
-        let mut tiles = vec![0; rows * columns];
-        for row in 0..rows {
-            let list = matrix * rows + row;
-            for &[first, end] in self.0.rows().runs_of(list) {
-                tiles[row * columns + first as usize..row * columns + end as usize].fill(TileMap::FULL.0);
-            }
-            for &[block, map] in self.0.rows().partials_of(list) {
-                tiles[row * columns + block as usize] = map;
-            }
-        }
+        let tiles = tiles(&self.0, matrix);
         let kinds: Vec<u8> = all[matrix * rows * columns..][..rows * columns]
             .iter()
             .map(|class| match class {

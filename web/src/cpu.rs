@@ -8,7 +8,7 @@ use flexattn::{Binding, Cpu, Dispatch, Error, Result, Runtime};
 
 use crate::runtime::Buffer;
 
-/// How long a slice should take, in milliseconds: a frame has 16.
+/// How long a slice should take, in milliseconds: a frame has 16. It is at least one workgroup.
 const SLICE: f64 = 10.0;
 
 /// Runs the launches in order. Work that takes longer than a slice is cut by workgroups.
@@ -34,14 +34,15 @@ pub(crate) async fn run(cpu: &Cpu, dispatches: &[Dispatch<Buffer>]) -> Result<()
             let before = now();
             cpu.run(&[slice])?;
             first = next;
-            // As many as would have fitted; at most twice the last, since rows differ in work.
             let took = now() - before;
-            let fitting = if took > 0.0 { f64::from(count) * SLICE / took } else { f64::INFINITY };
-            count = (fitting as u32).clamp(1, count.saturating_mul(2));
             if now() - started >= SLICE {
                 crate::pause().await;
                 started = now();
             }
+            // As many as fit into what is left of the slice; at most twice the last, since rows differ in work.
+            let left = SLICE - (now() - started);
+            let fitting = if took > 0.0 { f64::from(count) * left / took } else { f64::INFINITY };
+            count = (fitting as u32).clamp(1, count.saturating_mul(2));
         }
     }
     Ok(())

@@ -1,31 +1,18 @@
-//! The exported `Gpu`: finding a device, choosing a tier, saying why.
+//! The exported `Gpu`: choosing a tier for a device that index.ts found, saying why.
 
 use std::rc::Rc;
 
 use flexattn::kernels::WGSL_FILES;
 use flexattn::{Cpu, Error, Limits, Matrices, Profile, Result, Runtime, Tier};
-use js_sys::{Array, JsString, Object, Promise, Reflect};
+use js_sys::{Promise, Reflect};
+use wasm_bindgen::JsValue;
 use wasm_bindgen::prelude::wasm_bindgen;
-use wasm_bindgen::{JsCast, JsValue};
-use web_sys::{GpuAdapter, GpuDevice, GpuDeviceDescriptor, GpuPowerPreference, GpuRequestAdapterOptions};
+use web_sys::GpuDevice;
 
-use crate::error::{Failure, message};
+use crate::error::Failure;
 use crate::js;
 use crate::runtime::Page;
 use crate::webgpu::WebGpu;
-
-/// Features worth having: 16-bit arithmetic, shuffles, and time stamps for measuring.
-const FEATURES: [&str; 3] = ["shader-f16", "subgroups", "timestamp-query"];
-
-/// Limits that attention presses against.
-const LIMITS: [&str; 6] = [
-    "maxBufferSize",
-    "maxStorageBufferBindingSize",
-    "maxComputeWorkgroupStorageSize",
-    "maxComputeInvocationsPerWorkgroup",
-    "maxComputeWorkgroupSizeX",
-    "maxStorageBuffersPerShaderStage",
-];
 
 /// A device with its tier; the raw half of `Gpu` in index.ts.
 #[wasm_bindgen]
@@ -48,29 +35,22 @@ impl Gpu {
 
 #[wasm_bindgen]
 impl Gpu {
-    /// A device of its own, or the cpu tier.
+    /// A device, destroyed in the end if it is `owned`, with its best tier or the one of that name.
     #[wasm_bindgen(unchecked_return_type = "Gpu")]
-    pub async fn create(options: JsValue) -> std::result::Result<Gpu, JsValue> {
-        Ok(create(&options).await.map_err(Failure::from)?)
+    pub async fn adopt(
+        device: GpuDevice,
+        owned: bool,
+        tier: Option<String>,
+    ) -> std::result::Result<Gpu, JsValue> {
+        let tier = tier.map(|name| Tier::from_name(&name)).transpose().map_err(Failure::from)?;
+        Ok(adopt(device, owned, tier).await.map_err(Failure::from)?)
     }
 
-    /// A page's device.
-    #[wasm_bindgen(js_name = fromDevice)]
-    pub async fn from_device(device: GpuDevice, options: JsValue) -> std::result::Result<Gpu, JsValue> {
-        let tier = tier(&options).map_err(Failure::from)?;
-        Ok(adopt(device, false, tier).await.map_err(Failure::from)?)
-    }
-
-    /// Features of an adapter worth requesting.
-    #[wasm_bindgen(js_name = wantedFeatures)]
-    pub fn wanted_features(adapter: &GpuAdapter) -> Array {
-        wanted_features(adapter).into_iter().map(JsValue::from_str).collect()
-    }
-
-    /// Limits of an adapter worth requesting.
-    #[wasm_bindgen(js_name = wantedLimits)]
-    pub fn wanted_limits(adapter: &GpuAdapter) -> Object {
-        wanted_limits(adapter)
+    /// The cpu tier, and why no better one is in use.
+    pub fn cpu(reason: String) -> Gpu {
+        let cpu = Cpu::new();
+        let profile = Profile { adapter: "WebAssembly".into(), browser: true, ..cpu.profile().clone() };
+        Gpu { page: Page::cpu(profile, cpu), notes: vec![reason] }
     }
 
     /// Name of the tier.
@@ -112,83 +92,7 @@ impl Gpu {
     }
 }
 
-fn tier(options: &JsValue) -> Result<Option<Tier>> {
-    js::string(options, "tier")?.map(|name| Tier::from_name(&name)).transpose()
-}
-
-async fn create(options: &JsValue) -> Result<Gpu> {
-    let tier = tier(options)?;
-    if tier == Some(Tier::Cpu) {
-        return Ok(cpu("the cpu tier was asked for".into()));
-    }
-    match device(options).await {
-        Ok(device) => adopt(device, true, tier).await,
-        Err(reason) if tier.is_none() => Ok(cpu(reason)),
-        Err(reason) => Err(Error::unsupported(format!("{reason}; without a tier, the cpu tier is used"))),
-    }
-}
-
-/// A device with everything that the adapter has of use, or why there is none.
-async fn device(options: &JsValue) -> std::result::Result<GpuDevice, String> {
-    let adapter = match js::field(options, "adapter") {
-        Some(adapter) => adapter.unchecked_into::<GpuAdapter>(),
-        None => adapter(options).await?,
-    };
-    let descriptor = GpuDeviceDescriptor::new();
-    descriptor.set_label("flexattn");
-    let features: Vec<JsString> = wanted_features(&adapter).into_iter().map(JsString::from).collect();
-    descriptor.set_required_features(&features);
-    descriptor.set_required_limits(wanted_limits(&adapter).unchecked_ref());
-    let device = adapter.request_device_with_descriptor(&descriptor);
-    device.await.map_err(|exception| format!("the adapter gave no device: {}", message(&exception)))
-}
-
-async fn adapter(options: &JsValue) -> std::result::Result<GpuAdapter, String> {
-    let gpu = js::field(options, "gpu")
-        .or_else(|| js::field(&js::field(&js_sys::global(), "navigator")?, "gpu"))
-        .ok_or(
-            "there is no WebGPU here (navigator.gpu is missing: an older browser, or a page without https)",
-        )?
-        .unchecked_into::<web_sys::Gpu>();
-    let fast = GpuRequestAdapterOptions::new();
-    fast.set_power_preference(GpuPowerPreference::HighPerformance);
-    match gpu.request_adapter_with_options(&fast).await {
-        Ok(adapter) => adapter.into_option().ok_or_else(|| "WebGPU is here but offers no adapter".into()),
-        Err(exception) => Err(format!("WebGPU offers no adapter: {}", message(&exception))),
-    }
-}
-
-fn wanted_features(adapter: &GpuAdapter) -> Vec<&'static str> {
-    let features = adapter.features();
-    FEATURES.into_iter().filter(|name| features.has(name)).collect()
-}
-
-fn wanted_limits(adapter: &GpuAdapter) -> Object {
-    let wanted = Object::new();
-    for name in LIMITS {
-        if let Some(value) = js::field(&adapter.limits(), name) {
-            js::set(&wanted, name, &value);
-        }
-    }
-    wanted
-}
-
-fn cpu(reason: String) -> Gpu {
-    let cpu = Cpu::new();
-    let profile = Profile { adapter: "WebAssembly".into(), browser: true, ..cpu.profile().clone() };
-    Gpu { page: Page::cpu(profile, cpu), notes: vec![reason] }
-}
-
 async fn adopt(device: GpuDevice, owned: bool, forced: Option<Tier>) -> Result<Gpu> {
-    match forced {
-        None | Some(Tier::Subgroup | Tier::Portable) => {}
-        Some(Tier::Cpu) => return Ok(cpu("the cpu tier was asked for".into())),
-        Some(other) => {
-            return Err(Error::unsupported(format!(
-                "tier {other} was asked for but a page has subgroup, portable and cpu; leave it out for the best of them"
-            )));
-        }
-    }
     let gpu = WebGpu::new(device.clone(), owned);
     let subgroup = subgroup(&gpu).await;
     let tier = match (forced, &subgroup) {
@@ -228,16 +132,11 @@ async fn adopt(device: GpuDevice, owned: bool, forced: Option<Tier>) -> Result<G
             invocations: number("maxComputeInvocationsPerWorkgroup", floor.invocations.into()) as u32,
         },
     };
-    let mut notes = vec![
-        "metal: a page reaches the GPU through WebGPU, which takes no Metal kernels".to_owned(),
-        "coop-matrix: browsers do not offer cooperative matrices".to_owned(),
-    ];
-    if tier == Tier::Portable {
-        notes.push(match subgroup {
-            Err(reason) => format!("subgroup: {reason}"),
-            Ok(()) => "subgroup: it works here, but portable was asked for".to_owned(),
-        });
-    }
+    let notes = match (tier, subgroup) {
+        (Tier::Portable, Err(reason)) => vec![format!("subgroup: {reason}")],
+        (Tier::Portable, Ok(())) => vec!["subgroup: it works here, but portable was asked for".to_owned()],
+        _ => Vec::new(),
+    };
     Ok(Gpu { page: Page::gpu(profile, Rc::new(gpu)), notes })
 }
 

@@ -17,7 +17,7 @@ const FLAGS = [
 ];
 export const SWIFTSHADER = "--use-webgpu-adapter=swiftshader";
 
-const KINDS = { ".html": "text/html", ".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css", ".wasm": "application/wasm" };
+const KINDS = { ".html": "text/html", ".js": "text/javascript", ".mjs": "text/javascript", ".css": "text/css", ".wasm": "application/wasm", ".txt": "text/plain; charset=utf-8" };
 
 /** Serves `folders`, by first path segment where one has that name, else the folder named "". */
 export async function serve(folders) {

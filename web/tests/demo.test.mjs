@@ -101,10 +101,18 @@ describe("on a desktop", () => {
     await page.locator("#mask-editor .cm-lintRange-error").waitFor();
     assert.equal(await page.locator("#mask-editor .cm-lintRange-error").textContent(), "kvv");
     assert.match(await page.locator("#mask-problem").textContent(), /^Line 2, column 7: /);
+    assert.ok(Number(await page.locator(".map").evaluate((map) => (map.getAnimations().forEach((each) => each.finish()), getComputedStyle(map).opacity))) < 0.6, "the old map looks like a new one");
     await page.locator("#mask-editor .cm-content").fill("q >= kv && kv % 3 == 0");
     await page.locator("#mask-problem").waitFor({ state: "hidden" });
     assert.equal(await page.locator("#mask-editor .cm-lintRange-error").count(), 0);
     assert.match(await page.locator("#mask-about").textContent(), /Edited/);
+    assert.equal(await page.locator(".stale").count(), 0);
+  });
+
+  test("the page says how to install, and its README is there", async () => {
+    assert.match(await page.locator(".foot").textContent(), /npm install flexattn/);
+    const text = await page.evaluate(async () => (await fetch(document.querySelector("#readme").href)).text());
+    assert.match(text, /^# flexattn/);
   });
 
   test("the map and the zoom are read with the arrow keys", async () => {

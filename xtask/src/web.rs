@@ -216,6 +216,7 @@ fn answer(mut stream: TcpStream, folder: &Path) -> std::io::Result<()> {
         Some("html") => "text/html; charset=utf-8",
         Some("js") => "text/javascript",
         Some("css") => "text/css",
+        Some("txt") => "text/plain; charset=utf-8",
         Some("wasm") => "application/wasm",
         _ => "application/octet-stream",
     };

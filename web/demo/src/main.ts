@@ -120,7 +120,10 @@ function update(): void {
     place.textContent = problems[kind];
     place.hidden = problems[kind] === "";
   }
-  if (good === null || problems.mask !== "" || problems.score !== "") return;
+  const stale = problems.mask !== "" || problems.score !== "";
+  // The map is of the mods before the mistake.
+  for (const part of document.querySelectorAll(".map, .zoom, .codes")) part.classList.toggle("stale", stale);
+  if (good === null || stale) return;
   mapData = null;
   drawMap();
   drawTally();
