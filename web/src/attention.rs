@@ -582,7 +582,11 @@ fn within(
     let listed = MaskMod::from_wgsl(&format!("{class} != 0u"), &captures, &[])?;
     Ok(match mask.as_ref().or(block_mask.mask_mod()) {
         Some(mask) => full | (listed & mask.clone()),
-        None => listed,
+        None => {
+            // Refuses what nobody decides.
+            block_mask.density()?;
+            listed
+        }
     })
 }
 
