@@ -27,7 +27,7 @@ mod ranges;
 mod terms;
 mod tile_map;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, filled};
 use crate::expr::MaskMod;
 use crate::shape::BLOCK;
 use quad_tree::Grid;
@@ -347,7 +347,7 @@ impl BlockMask {
     ///
     /// # Errors
     ///
-    /// [`Error::Shape`] when there are partial blocks and no mask_mod.
+    /// [`Error::Shape`] when there are partial blocks and no mask_mod, [`Error::OutOfMemory`].
     ///
     /// ```
     /// use flexattn::{BlockMask, BlockShape, masks};
@@ -358,7 +358,8 @@ impl BlockMask {
     /// ```
     pub fn to_mask(&self) -> Result<Vec<bool>> {
         let (height, width) = (self.q_len(), self.kv_len());
-        let mut out = vec![false; self.matrices() * height * width];
+        let pairs = height.checked_mul(width).and_then(|pairs| pairs.checked_mul(self.matrices()));
+        let mut out = filled("the mask of every pair", false, pairs)?;
         let compiled = self.compiled()?;
         for matrix in 0..self.matrices() {
             let out = &mut out[matrix * height * width..][..height * width];
@@ -404,7 +405,7 @@ impl BlockMask {
             )));
         }
         let matrix = b % self.mask_batch() * self.mask_heads() + h % self.mask_heads();
-        let mut out = vec![false; q.len() * kv.len()];
+        let mut out = filled("a part of the mask", false, q.len().checked_mul(kv.len()))?;
         // What a box of pairs and the window share.
         let shared = |pairs: &quad_tree::Pairs| {
             let rows = q.start.max(pairs.q[0] as usize)..q.end.min(pairs.q[1] as usize);

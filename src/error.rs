@@ -165,6 +165,18 @@ impl From<ParseError> for Error {
     }
 }
 
+/// `count` times `value`, in memory that may not be there: a size that a caller chose must not end the process.
+pub(crate) fn filled<T: Clone>(label: &str, value: T, count: Option<usize>) -> Result<Vec<T>> {
+    let bytes = count.and_then(|count| count.checked_mul(size_of::<T>())).unwrap_or(usize::MAX) as u64;
+    let mut memory = Vec::new();
+    let room = count.map(|count| memory.try_reserve_exact(count));
+    match (room, count) {
+        (Some(Ok(())), Some(count)) => memory.resize(count, value),
+        _ => return Err(Error::OutOfMemory { label: label.to_owned(), bytes }),
+    }
+    Ok(memory)
+}
+
 impl Error {
     /// A [`Error::Shape`].
     pub fn shape(message: impl Into<String>) -> Self {

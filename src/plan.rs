@@ -318,7 +318,13 @@ pub fn forward(call: &Forward<'_>, profile: &Profile, cache: &Cache) -> Result<P
     })?;
 
     let grid = split::Grid { heads: shape.q_heads, group: shape.group(), rows: shape.q_len, tile: tile_q };
-    let cutter = split::Cutter { call, profile, grid, groups, work, may_range: true };
+    let most_blocks =
+        if lists.longest(false) > most_blocks(profile, spec.kernel, [shape.head_dim, shape.v_dim]) {
+            most_blocks(profile, spec.kernel, [shape.head_dim, shape.v_dim])
+        } else {
+            u32::MAX
+        };
+    let cutter = split::Cutter { call, profile, grid, groups, work, may_range: true, most_blocks };
     let mut passes = Vec::new();
     let mut merge = None;
     for piece in cutter.pieces()? {
@@ -369,6 +375,27 @@ fn forward_kernel(call: &Forward<'_>, profile: &Profile) -> Kernel {
         Tier::CoopMatrix if fits(Kernel::ForwardCoop) => Kernel::ForwardCoop,
         Tier::Subgroup | Tier::CoopMatrix if fits(Kernel::ForwardSubgroup) => Kernel::ForwardSubgroup,
         Tier::Metal | Tier::CoopMatrix | Tier::Subgroup | Tier::Portable | Tier::Cpu => Kernel::Forward,
+    }
+}
+
+/// Blocks that one workgroup of a kernel without subgroup operations may go through in one launch, where the
+/// adapter is a CPU. lavapipe ends the loops of an invocation, all together, after 65,535 steps, and gives
+/// wrong numbers from there on. Measured on Mesa 22.3: forward is right up to 16,384 keys at head dims of 64
+/// and 128, the gradients up to 16,384 at 64, under 4,096 at 128 and about 1,056 at 264, where they stage
+/// rows by chunks. Half of that and less is taken.
+fn most_blocks(profile: &Profile, kernel: Kernel, dims: [usize; 2]) -> u32 {
+    let dim = dims[0].max(dims[1]).max(1) as u32;
+    match kernel {
+        _ if !profile.software || profile.tier == Tier::Cpu => u32::MAX,
+        Kernel::Forward => (64 * 64 / dim).clamp(1, 64),
+        Kernel::Dq | Kernel::Dkv | Kernel::CapturedRows | Kernel::CapturedColumns => {
+            if dim <= 64 {
+                64
+            } else {
+                (8 * 128 / dim).max(1)
+            }
+        }
+        _ => u32::MAX,
     }
 }
 

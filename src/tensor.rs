@@ -1,6 +1,6 @@
 //! Tensors: a buffer of a runtime, an element type and a layout.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, filled};
 #[cfg(feature = "wgpu")]
 use crate::expr::{Capture, CaptureData, CaptureType, DeviceHandle};
 #[cfg(feature = "wgpu")]
@@ -228,7 +228,8 @@ impl<R: Runtime> Tensor<R> {
         if self.layout.is_contiguous() {
             return Ok(bytes);
         }
-        let mut gathered = vec![0; self.layout.elements() * size];
+        let count = self.layout.elements().checked_mul(size);
+        let mut gathered = filled("the elements that are read", 0, count)?;
         for (to, from, len) in self.runs() {
             let from = from * size - start;
             gathered[to * size..(to + len) * size].copy_from_slice(&bytes[from..from + len * size]);

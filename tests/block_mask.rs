@@ -739,3 +739,12 @@ fn captures_on_a_device_are_named() -> Result<()> {
     assert!(error.is_unsupported() && error.to_string().contains("`doc`"), "{error}");
     Ok(())
 }
+
+#[test]
+fn a_mask_of_more_pairs_than_memory_is_refused_not_fatal() {
+    let len = 1 << 20;
+    let mask = BlockMask::build(&masks::causal(), BlockShape::new(1, 1, len, len)).unwrap();
+    for error in [mask.to_mask().unwrap_err(), mask.window([0, 0], 0..len, 0..len).unwrap_err()] {
+        assert!(error.is_out_of_memory() && error.to_string().contains("1099511627776"), "{error}");
+    }
+}

@@ -9,7 +9,8 @@ use std::collections::BTreeSet;
 use flexattn::kernels::{Kernel, KernelSpec, Language, TILES, Tile, WGSL_FILES, all_specs};
 use flexattn::lower::{Layout, Mods};
 use flexattn::{
-    Attention, DType, Gpu, Limits, MaskMod, Profile, Runtime, ScoreMod, Tensor, Tier, masks, wgpu,
+    Attention, BlockMask, BlockShape, DType, Gpu, Limits, MaskMod, Profile, Runtime, ScoreMod, Tensor, Tier,
+    masks, wgpu,
 };
 
 /// The machine's best wgpu tier.
@@ -410,5 +411,43 @@ fn what_decides_about_barriers_is_bound_read_only() {
         let text = spec.text(Language::Wgsl).unwrap();
         assert!(text.contains("var<storage, read> tables: array<u32>"), "{}", spec.label());
         assert!(text.contains("var<uniform> p: Params"), "{}", spec.label());
+    }
+}
+
+#[test]
+fn integer_division_by_zero_and_past_the_end_means_the_same_on_every_tier() {
+    let len = 48;
+    let texts = [
+        "(q + 7) / (kv - q) == q + 7",
+        "(q + 7) % (kv - q) == 0",
+        "-2147483648 / (kv - q) < 0",
+        "(q == kv + 1) & (-2147483648 / (kv - q) == -2147483648)",
+        "(q == kv + 1) & (-2147483648 % (kv - q) == 0)",
+        "u32(q + 7) / u32(kv / 5) == u32(q + 7)",
+        "u32(q + 7) % u32(kv / 5) == 0u",
+        "floor_div(q + 7, kv - q) == q + 7",
+        "floor_mod(q + 7, kv - q) == 0",
+    ];
+    for tier in [Tier::Portable, Tier::Subgroup, Tier::Cpu] {
+        let Ok(gpu) = Gpu::builder().tier(tier).build() else { continue };
+        // With v the identity, out is not 0 where a pair is kept.
+        let zeros = gpu.zeros(DType::F32, [1, 1, len, 4]).unwrap();
+        let identity: Vec<f32> = (0..len * len).map(|i| f32::from(u8::from(i % len == i / len))).collect();
+        let v = gpu.tensor(&identity, [1, 1, len, len]).unwrap();
+        for text in texts {
+            let mask = MaskMod::from_wgsl(text, &[], &[]).unwrap();
+            let expected =
+                BlockMask::build(&mask, BlockShape::new(1, 1, len, len)).unwrap().to_mask().unwrap();
+            assert!(expected.contains(&true) && expected.contains(&false), "{text}");
+            let out = Attention::new()
+                .mask_mod(mask)
+                .forward(&gpu, &zeros, &zeros, &v)
+                .unwrap()
+                .out
+                .read()
+                .unwrap();
+            let kept: Vec<bool> = out.iter().map(|&x| x > 0.0).collect();
+            assert_eq!(kept, expected, "{tier}: {text}");
+        }
     }
 }

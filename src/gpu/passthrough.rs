@@ -9,16 +9,18 @@ use std::borrow::Cow;
 
 /// A module of one of our WGSL kernels, compiled without run-time checks: the kernels clamp every
 /// index themselves, and bounded loops cost up to several times their work on some drivers
-/// (gfx-rs/wgpu issues 7698 and 6518).
+/// (gfx-rs/wgpu issues 7698 and 6518). Integer division keeps its check, since WGSL gives a meaning to
+/// division by zero that mods may use.
 pub(super) fn trusted_wgsl(device: &wgpu::Device, label: &str, text: &str) -> wgpu::ShaderModule {
     let descriptor = wgpu::ShaderModuleDescriptor {
         label: Some(label),
         source: wgpu::ShaderSource::Wgsl(Cow::Borrowed(text)),
     };
+    let checks = wgpu::ShaderRuntimeChecks { int_div_checks: true, ..wgpu::ShaderRuntimeChecks::unchecked() };
     // SAFETY: the text is a kernel of this crate with slots that `lower` printed. Indices into
     // tensors are clamped to the lengths in the parameter block, indices into captures to their
     // shapes, loops end by counts of the block lists; the tests run every kernel with checks as well.
-    unsafe { device.create_shader_module_trusted(descriptor, wgpu::ShaderRuntimeChecks::unchecked()) }
+    unsafe { device.create_shader_module_trusted(descriptor, checks) }
 }
 
 /// A module of MSL text, handed to Metal as it is.

@@ -2,7 +2,7 @@
 //! own, so that every sum has one owner.
 
 use super::lists::{Lists, Part};
-use super::parts::{Bindings, Over, Target};
+use super::parts::{Bindings, Limits, Over, Target};
 use super::{Cache, Constant, Forward, Operand, Pass, Plan, Slot, Source, SpecKey, captures, fold, lists};
 use crate::error::{Error, Result};
 use crate::expr::ScoreMod;
@@ -377,8 +377,13 @@ impl Passes<'_> {
         if groups == 0 {
             return Ok(());
         }
-        let budget = Plan::budget(self.bindings.profile);
-        for piece in self.bindings.pieces(over, target, &grid, groups, work, budget)? {
+        let shape = &self.bindings.back.call.shape;
+        let limits = Limits {
+            work: Plan::budget(self.bindings.profile),
+            most: super::most_blocks(self.bindings.profile, kernel, [shape.head_dim, shape.v_dim]),
+            longest: self.lists.longest(!over.owns_queries()),
+        };
+        for piece in self.bindings.pieces(over, target, &grid, groups, work, limits)? {
             let (tables, base) = self.tables(over, piece.part)?;
             let folded =
                 fold(piece.groups.end - piece.groups.start, self.bindings.profile.limits.workgroups)?;

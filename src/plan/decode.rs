@@ -65,7 +65,7 @@ pub(super) fn whole(call: &Forward<'_>, profile: &Profile, parts: &Parts, work: 
     // One workgroup has all rows of a head.
     let tile = shape.q_len.max(1) as u32;
     let grid = Grid { heads: shape.q_heads, group: shape.group(), rows: shape.q_len, tile };
-    let cutter = Cutter { call, profile, grid, groups, work, may_range: false };
+    let cutter = Cutter { call, profile, grid, groups, work, may_range: false, most_blocks: u32::MAX };
     let mut pieces = cutter.pieces().ok()?;
     let fits = pieces.len() == 1 && parts.bytes <= profile.limits.storage_binding;
     if fits { pieces.pop() } else { None }

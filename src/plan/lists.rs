@@ -23,6 +23,8 @@ pub(super) struct Lists {
     density: f64,
     /// Partial tiles of a block mask that has no mask_mod, so that the call has to give one.
     undecided: usize,
+    /// Blocks in the longest list of query rows, and in the longest transposed one.
+    longest: [u32; 2],
 }
 
 /// Pairs of a call: of some batch entries and query heads, and of some blocks of what is gone through, keys
@@ -46,6 +48,11 @@ impl Lists {
     /// Pairs that the kernels visit, roughly.
     pub(super) fn pairs(&self, shape: &AttentionShape) -> f64 {
         self.density * shape.rows() as f64 * shape.kv_len as f64
+    }
+
+    /// Blocks that a workgroup goes through at most: of keys, or of query rows in the transposed lists.
+    pub(super) fn longest(&self, transposed: bool) -> u32 {
+        self.longest[usize::from(transposed)]
     }
 
     /// The tables of a call: the lists, then q_offset, kv_len and sinks.
@@ -119,6 +126,7 @@ impl Lists {
             mask_heads,
             density: self.density,
             undecided: self.undecided,
+            longest: self.longest,
         }
     }
 
@@ -140,7 +148,11 @@ impl Lists {
             * mask.mask_heads() as f64
             * f64::from(mask.block_rows())
             * f64::from(mask.block_columns());
+        let matrices = (mask.mask_batch() * mask.mask_heads()) as u32;
+        let longest = [(tables.lists, mask.block_rows()), (tables.lists_t, mask.block_columns())]
+            .map(|(headers, rows)| longest(&tables.words, headers, matrices * rows));
         Ok(Self {
+            longest,
             words: tables.words.into(),
             key,
             lists: tables.lists,
@@ -185,8 +197,19 @@ impl Lists {
             mask_heads: 1,
             density: 1.0,
             undecided: 0,
+            longest: [kv_blocks, q_blocks],
         }
     }
+}
+
+/// Blocks in the longest of these lists.
+fn longest(words: &[u32], headers: u32, count: u32) -> u32 {
+    let headers = words[headers as usize..].chunks_exact(4).take(count as usize);
+    let blocks = headers.map(|header| {
+        let runs = words[header[0] as usize..header[1] as usize].chunks_exact(2).map(|run| run[1] - run[0]);
+        runs.sum::<u32>() + (header[3] - header[2]) / 2
+    });
+    blocks.max().unwrap_or(0)
 }
 
 /// The tile map of a block of which nothing is known.

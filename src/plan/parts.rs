@@ -72,6 +72,17 @@ pub(super) struct Bindings<'a> {
     pub(super) gradients: [Layout; 3],
 }
 
+/// What a launch may be.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Limits {
+    /// Multiply-adds.
+    pub(super) work: f64,
+    /// Blocks that one workgroup goes through.
+    pub(super) most: u32,
+    /// Blocks in the longest list of what it goes through.
+    pub(super) longest: u32,
+}
+
 /// A launch over some workgroups, and the part of what they sum that it goes through.
 pub(super) struct Piece {
     pub(super) groups: Range<u32>,
@@ -235,6 +246,18 @@ impl Bindings<'_> {
         Ok(Bound { inputs, target, params })
     }
 
+    /// Blocks that a workgroup goes through in a launch over this part.
+    fn steps(&self, over: Over, part: &Part, limits: Limits) -> u32 {
+        let (entries, heads, blocks) = (part.entries.len(), part.heads.len(), part.blocks.len());
+        let lists = match over {
+            Over::Nothing | Over::Rows => 0,
+            Over::Queries | Over::KeysOfQueryHeads => 1,
+            Over::QueriesOfAllHeads => entries * heads,
+            Over::Keys => heads.min(self.shape().group()) * if self.shared() { entries } else { 1 },
+        };
+        lists.saturating_mul(blocks.min(limits.longest as usize)).try_into().unwrap_or(u32::MAX)
+    }
+
     /// The whole buffer where it fits, or the window of these elements.
     fn place(
         &self,
@@ -259,10 +282,14 @@ impl Bindings<'_> {
         grid: &Grid,
         groups: u32,
         work: f64,
-        budget: f64,
+        limits: Limits,
     ) -> Result<Vec<Piece>> {
+        let budget = limits.work;
         let extent = grid.extent(0, groups);
-        if let Ok(bound) = self.bind(over, target, &extent, &self.touched(over, &extent)) {
+        let touched = self.touched(over, &extent);
+        if let (true, Ok(bound)) =
+            (self.steps(over, &touched, limits) <= limits.most, self.bind(over, target, &extent, &touched))
+        {
             let each = groups.div_ceil(((work / budget).ceil() as u32).clamp(1, groups));
             let piece = |first: u32| Piece {
                 groups: first..(first + each).min(groups),
@@ -273,7 +300,7 @@ impl Bindings<'_> {
             };
             return Ok((0..groups).step_by(each as usize).map(piece).collect());
         }
-        let cut = Cut { bindings: self, over, target, grid, work: work / f64::from(groups), budget };
+        let cut = Cut { bindings: self, over, target, grid, work: work / f64::from(groups), limits };
         let mut pieces = Vec::new();
         cut.cut(0, groups, &mut pieces)?;
         Ok(pieces)
@@ -288,7 +315,7 @@ struct Cut<'a> {
     grid: &'a Grid,
     /// Multiply-adds of one workgroup.
     work: f64,
-    budget: f64,
+    limits: Limits,
 }
 
 impl Cut<'_> {
@@ -296,18 +323,18 @@ impl Cut<'_> {
         let extent = self.grid.extent(first, end);
         let touched = self.bindings.touched(self.over, &extent);
         let mut parts = Vec::new();
+        let short = self.bindings.steps(self.over, &touched, self.limits) <= self.limits.most;
         let bound = if self.grid.one_head(first, end) {
             self.parts(&extent, touched.clone(), &mut parts)
         } else {
-            self.bindings
-                .bind(self.over, self.target, &extent, &touched)
-                .map(|bound| parts.push((touched.clone(), bound)))
+            let whole = self.bindings.bind(self.over, self.target, &extent, &touched);
+            whole.map(|bound| parts.push((touched.clone(), bound)))
         };
         let work = self.work * f64::from(end - first) / parts.len().max(1) as f64;
         let middle = self.grid.middle(first, end);
         match (bound, middle) {
             (Ok(()), None) => {}
-            (Ok(()), Some(_)) if work <= self.budget => {}
+            (Ok(()), Some(_)) if work <= self.limits.work && (short || self.grid.one_head(first, end)) => {}
             (_, Some(middle)) => {
                 self.cut(first, middle, pieces)?;
                 return self.cut(middle, end, pieces);
@@ -327,13 +354,16 @@ impl Cut<'_> {
 
     /// The parts of what is gone through that fit.
     fn parts(&self, extent: &Extent, part: Part, parts: &mut Vec<(Part, Bound)>) -> Result<()> {
-        match self.bindings.bind(self.over, self.target, extent, &part) {
-            Ok(bound) => parts.push((part, bound)),
-            Err(error) => {
-                let [first, second] = halves(&part, self.bindings.shape().group() as u32).ok_or(error)?;
+        let long = self.bindings.steps(self.over, &part, self.limits) > self.limits.most;
+        let both = halves(&part, self.bindings.shape().group() as u32);
+        match (self.bindings.bind(self.over, self.target, extent, &part), both) {
+            (Ok(bound), None) => parts.push((part, bound)),
+            (Ok(bound), Some(_)) if !long => parts.push((part, bound)),
+            (_, Some([first, second])) => {
                 self.parts(extent, first, parts)?;
                 self.parts(extent, second, parts)?;
             }
+            (Err(error), None) => return Err(error),
         }
         Ok(())
     }

@@ -29,6 +29,8 @@ pub(super) struct Cutter<'a> {
     pub(super) work: f64,
     /// Whether the keys may be cut into ranges, whose results are then merged.
     pub(super) may_range: bool,
+    /// Blocks of keys that a workgroup may go through in one launch, where it would go through more.
+    pub(super) most_blocks: u32,
 }
 
 /// A range of workgroups and what they touch.
@@ -140,6 +142,18 @@ impl Cutter<'_> {
     fn cut(&self, first: u32, end: u32, pieces: &mut Vec<Piece>) -> Result<()> {
         let work = self.work * f64::from(end - first) / f64::from(self.groups);
         let windows = self.windows(first, end);
+        let long = self.may_range && self.most_blocks < self.call.shape.kv_blocks() as u32;
+        if long
+            && self.grid.one_head(first, end)
+            && let Some(piece) = self.ranged(first, end, work)
+        {
+            pieces.push(piece);
+            return Ok(());
+        }
+        if long && let Some(middle) = self.grid.middle(first, end) {
+            self.cut(first, middle, pieces)?;
+            return self.cut(middle, end, pieces);
+        }
         match (self.grid.middle(first, end), windows) {
             (_, Ok(windows)) if work <= Plan::budget(self.profile) || end - first == 1 => {
                 pieces.push(Piece { first, end, work, windows, ranges: Vec::new() });
@@ -173,7 +187,7 @@ impl Cutter<'_> {
         let blocks = self.call.shape.kv_blocks() as u32;
         let mut length = blocks;
         while length > 1 {
-            length = length.div_ceil(2);
+            length = length.div_ceil(2).min(self.most_blocks);
             let ranges: Result<Vec<KvRange>> = (0..blocks)
                 .step_by(length as usize)
                 .map(|first| self.range(&extent, first..(first + length).min(blocks)))
