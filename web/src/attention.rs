@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
 
-use flexattn::expr::{Capture, MaskMod, ScoreMod};
+use flexattn::expr::{MaskMod, ScoreMod};
 use flexattn::reference::{self, Problem};
 use flexattn::{
     AttentionShape, BlockMask, DType, Error, Layout, Output, Params, PerBatch, Result, Runtime, Saved,
@@ -524,7 +524,7 @@ impl Attention {
             None => Vec::new(),
         };
         if let Some(block_mask) = &self.block_mask {
-            mask = Some(within(block_mask, mask, &shape, &q_offset)?);
+            mask = Some(within(block_mask, mask, &shape)?);
         }
         let (q, k, v) = (q.widened("q")?, k.widened("k")?, v.widened("v")?);
         let scale = own.scale.or(self.fixed.scale).map_or(1.0 / (shape.head_dim as f64).sqrt(), f64::from);
@@ -545,14 +545,8 @@ impl Attention {
     }
 }
 
-/// The mask of a call whose blocks are given, as kernels see it: every pair of a full tile, and of a partial
-/// tile the pairs that the mask keeps.
-fn within(
-    block_mask: &BlockMask,
-    mask: Option<MaskMod>,
-    shape: &AttentionShape,
-    q_offset: &[i32],
-) -> Result<MaskMod> {
+/// The mask of a call whose blocks are given. All of these blocks were found from a mask, which says the same.
+fn within(block_mask: &BlockMask, mask: Option<MaskMod>, shape: &AttentionShape) -> Result<MaskMod> {
     let lengths = [block_mask.q_len(), block_mask.kv_len()];
     if lengths != [shape.q_len, shape.kv_len] {
         return Err(Error::shape(format!(
@@ -560,33 +554,11 @@ fn within(
             [shape.q_len, shape.kv_len]
         )));
     }
-    let [batch, heads] = [block_mask.mask_batch(), block_mask.mask_heads()];
-    let [rows, columns] = [4 * block_mask.block_rows() as usize, 4 * block_mask.block_columns() as usize];
-    let mut classes = vec![0; batch * heads * rows * columns];
-    for (matrix, classes) in classes.chunks_exact_mut((rows * columns).max(1)).enumerate() {
-        for (at, map) in crate::block_mask::tiles(block_mask, matrix).into_iter().enumerate() {
-            let (row, column) = (4 * (at / (columns / 4)), 4 * (at % (columns / 4)));
-            for tile in 0..16 {
-                classes[(row + tile / 4) * columns + column + tile % 4] = map >> (2 * tile) & 3;
-            }
-        }
-    }
-    // Blocks count from row 0, and `q` from its position.
-    let first = if q_offset.is_empty() { vec![0] } else { q_offset.to_vec() };
-    let captures = [
-        Capture::u32("tile_class", &classes, &[batch, heads, rows, columns])?.into(),
-        Capture::i32("first_row", &first, &[first.len()])?.into(),
-    ];
-    let class = format!("tile_class(b % {batch}, h % {heads}, (q - first_row(b)) / 32, kv / 32)");
-    let full = MaskMod::from_wgsl(&format!("{class} == 2u"), &captures, &[])?;
-    let listed = MaskMod::from_wgsl(&format!("{class} != 0u"), &captures, &[])?;
-    Ok(match mask.as_ref().or(block_mask.mask_mod()) {
-        Some(mask) => full | (listed & mask.clone()),
-        None => {
-            // Refuses what nobody decides.
-            block_mask.density()?;
-            listed
-        }
+    let own = || block_mask.mask_mod().cloned();
+    mask.or_else(own).ok_or_else(|| {
+        Error::shape(
+            "the block mask has no mask_mod, which the reference reads; give the maskMod that it is of",
+        )
     })
 }
 

@@ -96,7 +96,8 @@ fn wasm() -> Result<(), String> {
     step(Program::new(bindgen).args(words.split_whitespace()).arg(module))?;
     // What counts is the weight after compression, so these passes are not those that give the fewest bytes (-Oz gives
     // 2 % fewer and compresses to 2 % more), and functions that are alike by name are put side by side.
-    let passes = "-O1 --shrink-level 2 --reorder-functions-by-name --strip-debug --enable-bulk-memory \
+    let passes = "-O1 --shrink-level 2 --duplicate-function-elimination --simplify-globals --reorder-functions-by-name \
+        --strip-debug --enable-bulk-memory \
         --enable-nontrapping-float-to-int --enable-sign-ext --enable-mutable-globals --enable-reference-types \
         --enable-multivalue --enable-simd";
     let file = "wasm/flexattn_bg.wasm";
