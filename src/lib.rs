@@ -27,7 +27,9 @@
 //!   `h / (Hq / Hkv)`. Bkv is B, or 1 when all batch entries share k and v.
 //! - score = `dot(q, k) * scale`, in f32, scale 1 / sqrt(E) unless given. Then the [`ScoreMod`], in natural units.
 //!   Then the [`MaskMod`]: a pair that it drops is excluded, whatever its score was, NaN included. A
-//!   kept score of -inf counts as dropped.
+//!   kept score of -inf counts as dropped. v, and for gradients q, k and dout, should be finite there all
+//!   the same: a tile that keeps other pairs multiplies them by a weight of 0, and 0 * inf is NaN. Keys
+//!   past kv_len count for nothing, whatever they hold.
 //! - Masks and score mods are functions of batch entry, QUERY head, query position (row + q_offset) and
 //!   key position, all i32; the language is in [`expr`]. They read captured tensors ([`Capture`]) and
 //!   scalars ([`Scalar`]) by name.

@@ -3,7 +3,7 @@
 //! Nothing here says how fast a kernel is on a GPU. Where clang is missing the tests say so and stop.
 
 use flexattn::kernels::{Kernel, KernelSpec, Language, Loader, MSL_FILES, MslTile};
-use flexattn::{Attention, Capture, DType, MaskMod, Runtime, ScoreMod, Tensor, Tier, masks, scores};
+use flexattn::{Attention, Capture, DType, MaskMod, Matrices, Runtime, ScoreMod, Tensor, Tier, masks, scores};
 use flexattn_emulator::{Bound, Case, Emulator, Kernels, Math, Measurement, Memory, MmaOrder, Options, lint};
 use flexattn_testing::{Budget, Golden};
 
@@ -139,6 +139,24 @@ fn goldens_agree_for_wgsl_at_the_width_of_an_apple_simdgroup() {
     {
         let emulator = Emulator::new(tier).inspect_err(|error| eprintln!("skipped: {error}")).ok();
         goldens_agree(emulator, dtype, first, 16);
+    }
+}
+
+/// The WGSL kernel with cooperative matrices the same way: the one of f32 that Macs offer, and the one of
+/// 16 x 16, which no driver here has. lavapipe runs the one of 8 x 8 and f16 (the suite coopmatrix).
+#[test]
+fn goldens_agree_for_cooperative_matrices_of_every_kind() {
+    let kinds = [
+        (DType::F16, Matrices { f16: 8, f32: 0 }, 2),
+        (DType::F16, Matrices { f16: 16, f32: 0 }, 5),
+        (DType::F32, Matrices { f16: 8, f32: 8 }, 9),
+    ];
+    for (dtype, matrices, first) in kinds {
+        let emulator = Emulator::new(Tier::CoopMatrix).map(|emulator| emulator.with_matrices(matrices));
+        let emulator = emulator.inspect_err(|error| eprintln!("skipped: {error}")).ok();
+        goldens_agree(emulator.clone(), dtype, first, 16);
+        let Some(emulator) = emulator else { continue };
+        assert!(emulator.take_records().iter().any(|record| record.entry == "forward_coop"), "{matrices:?}");
     }
 }
 

@@ -53,12 +53,12 @@ fn add_to(gradient: ptr<function, Gradient>, columns: Rows, again: bool, local: 
     }
     workgroupBarrier();
     for (var x = 0u; x < 8u + p.zero; x += 1u) {
+      var weights = array<vec4<f32>, ROWS>();
+      for (var i = 0u; i < ROWS; i += 1u) { weights[i] = p_tile[(ty + 8u * i) * P_STRIDE + x]; }
       for (var j = 0u; j < COLUMNS; j += 1u) {
         for (var c = 0u; c < min(STEP, vectors - c0); c += 1u) {
           let value = widen(staged[OTHER + (x + 8u * j) * STRIDE + tx + 8u * c]);
-          for (var i = 0u; i < ROWS; i += 1u) {
-            (*gradient)[i][c0 + c] += p_tile[(ty + 8u * i) * P_STRIDE + x][j] * value;
-          }
+          for (var i = 0u; i < ROWS; i += 1u) { (*gradient)[i][c0 + c] += weights[i][j] * value; }
         }
       }
     }

@@ -1,19 +1,23 @@
-// The same module in node on Dawn, the engine of Chrome: with lavapipe 25 it has f16 and subgroups of 8,
-// which Chromium's SwiftShader lacks. FLEXATTN_DAWN_RUNNER names the script that sets that driver.
+// The same module in node on Dawn, the engine of Chrome, on two drivers: lavapipe 25, which has f16 and
+// subgroups of 8, and Chromium's SwiftShader, which has neither. FLEXATTN_DAWN_RUNNER names the script that
+// sets the first.
 
 import assert from "node:assert/strict";
 import { spawn } from "node:child_process";
+import { existsSync } from "node:fs";
 import { createInterface } from "node:readline";
 import { join } from "node:path";
 import { test } from "node:test";
 import { install, web } from "./packed.mjs";
 
 const runner = process.env.FLEXATTN_DAWN_RUNNER;
-const skip = runner ? false : "FLEXATTN_DAWN_RUNNER is not set: no driver here that Dawn accepts";
+const swiftshader = "/usr/lib/chromium/vk_swiftshader_icd.json";
 
-test("goldens on Dawn, f16 and subgroups", { skip, timeout: 1_200_000 }, async (t) => {
-  const folder = install("dawn", join(web, "tests/dawn"));
-  const child = spawn(runner, [process.execPath, "main.js"], { cwd: folder, stdio: ["ignore", "pipe", "inherit"] });
+/** Runs tests/dawn on a driver: hands its adapter's report to `check`, and makes each case a test. */
+async function goldensAgree(t, { name, command, env, check, atLeast }) {
+  const folder = install(name, join(web, "tests/dawn"));
+  const [program, ...words] = [...command, process.execPath, "main.js"];
+  const child = spawn(program, words, { cwd: folder, env: { ...process.env, ...env }, stdio: ["ignore", "pipe", "inherit"] });
   const seen = new Set();
   for await (const line of createInterface({ input: child.stdout })) {
     if (!line.startsWith("{")) {
@@ -23,7 +27,7 @@ test("goldens on Dawn, f16 and subgroups", { skip, timeout: 1_200_000 }, async (
     const { name, problem, features } = JSON.parse(line);
     if (features) {
       t.diagnostic(`${features.adapter}: ${features.list.join(", ")}; tier ${features.tier}`);
-      assert.ok(features.list.includes("shader-f16") && features.list.includes("subgroups"));
+      check(features);
       continue;
     }
     seen.add(name);
@@ -31,5 +35,33 @@ test("goldens on Dawn, f16 and subgroups", { skip, timeout: 1_200_000 }, async (
   }
   const code = await new Promise((resolve) => (child.exitCode === null ? child.on("close", resolve) : resolve(child.exitCode)));
   assert.equal(code, 0);
-  assert.ok(seen.size > 15, `only ${seen.size} cases ran`);
-});
+  assert.ok(seen.size >= atLeast, `only ${seen.size} cases ran`);
+}
+
+test("goldens on Dawn with lavapipe: f16 and subgroups", {
+  skip: runner ? false : "FLEXATTN_DAWN_RUNNER is not set: no lavapipe here that Dawn accepts",
+  timeout: 1_200_000,
+}, (t) => goldensAgree(t, {
+  name: "dawn",
+  command: [runner],
+  env: {},
+  check: ({ tier, list }) => {
+    assert.equal(tier, "subgroup");
+    assert.deepEqual([...list].sort(), ["shader-f16", "subgroups"]);
+  },
+  atLeast: 16,
+}));
+
+test("goldens on Dawn with SwiftShader: subgroups of 4 lanes fall to the portable tier", {
+  skip: existsSync(swiftshader) ? false : `${swiftshader} is missing: install chromium`,
+  timeout: 1_200_000,
+}, (t) => goldensAgree(t, {
+  name: "dawn-swiftshader",
+  command: [],
+  env: { VK_DRIVER_FILES: swiftshader, VK_ICD_FILENAMES: swiftshader, FLEXATTN_EVERY: "11" },
+  check: ({ tier, adapter }) => {
+    assert.match(adapter, /swiftshader/i);
+    assert.equal(tier, "portable");
+  },
+  atLeast: 8,
+}));

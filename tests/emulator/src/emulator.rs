@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use flexattn::kernels::{KernelSpec, Language, Loader};
-use flexattn::{Dispatch, Error, Limits, Profile, Result, Runtime, Tier, Usage};
+use flexattn::{Dispatch, Error, Limits, Matrices, Profile, Result, Runtime, Tier, Usage};
 
 use crate::compile::{Kernel, Math, clang};
 use crate::launch::{Bound, Counters, Memory, Options, Outcome, Schedule};
@@ -115,10 +115,20 @@ impl Emulator {
             subgroup_min: 32,
             subgroup_max: 32,
             f16: true,
+            // What Metal has; only the tier CoopMatrix looks at them.
+            matrices: Matrices { f16: 8, f32: 8 },
             limits,
             ..Profile::floor(tier)
         };
         Ok(Self { profile, math: Math::Precise, mutation: None, shared: Arc::default() })
+    }
+
+    /// The same with other cooperative matrices, for [`Tier::CoopMatrix`]. Metal has none of 16 x 16: the
+    /// emulator puts them together from four of 8 x 8, to run the kernel that Vulkan devices with such
+    /// matrices get.
+    #[must_use]
+    pub fn with_matrices(self, matrices: Matrices) -> Self {
+        Self { profile: Profile { matrices, ..self.profile }, shared: Arc::default(), ..self }
     }
 
     /// The same with Metal's default float semantics.

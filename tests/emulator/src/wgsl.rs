@@ -58,6 +58,11 @@ pub(crate) fn translate(wgsl: &str, entry: &str) -> Result<Translated> {
             text.replace(&format!("static_cast<{ty}>("), &format!("metal::make<{ty}>("))
         })
     });
+    // Matrices that Metal lacks: `metal_stdlib` has them for translations alone.
+    let text = match text.contains("simdgroup_half16x16") {
+        true => format!("#define EMU_MATRICES_OF_16\n{text}"),
+        false => text,
+    };
     let name = names.entry_point_names.into_iter().next();
     let name = name.ok_or_else(|| refused("naga wrote no entry point".into()))?;
     Ok(Translated { text, entry: name.map_err(|error| refused(error.to_string()))?, sized })
