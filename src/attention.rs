@@ -274,13 +274,14 @@ impl Attention {
         self.forward_into(runtime, q, k, v, &out)
     }
 
-    /// Runs attention into a tensor of the program's, which may lie in the same buffer as q, k and v.
+    /// Runs attention into a tensor of the program's, which may lie in the same buffer as q, k and v: in
+    /// places that none of them has, or in all of q's (`out` is q, which is then overwritten).
     /// The returned `out` is that tensor.
     ///
     /// # Errors
     ///
-    /// As [`Attention::forward`], and [`Error::Shape`] when `out` is not `[B, Hq, L, Ev]` with distinct
-    /// places.
+    /// As [`Attention::forward`], [`Error::Shape`] when `out` is not `[B, Hq, L, Ev]` with distinct places,
+    /// and [`Error::Buffer`] when it shares some with k, v or part of q.
     pub fn forward_into<R: Runtime>(
         &self,
         runtime: &R,
@@ -315,6 +316,15 @@ impl Attention {
         R::Buffer: Any + PartialEq,
     {
         let plan = self.plan(runtime, [q, k, v, out])?;
+        for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
+            // Each workgroup has read its rows of q before it writes them.
+            let in_place = name == "q" && tensor.layout() == out.layout();
+            if tensor.buffer() == out.buffer() && !in_place && out.layout().meets(tensor.layout()) {
+                return Err(Error::buffer(format!(
+                    "out shares places with {name}, which is read while it is written; give it its own, or all of q's"
+                )));
+            }
+        }
         let stats = plan.create_stats(runtime)?;
         let tensor = |role| {
             let tensor = match role {

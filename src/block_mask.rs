@@ -31,6 +31,7 @@ use crate::error::{Error, Result, filled};
 use crate::expr::MaskMod;
 use crate::shape::BLOCK;
 use quad_tree::Grid;
+use std::fmt;
 use std::ops::Range;
 
 pub use build::Compiled as CompiledMask;
@@ -90,7 +91,7 @@ impl BlockShape<'_> {
 /// assert_eq!(mask.rows().partials_of(15).len(), 1);
 /// # Ok::<(), flexattn::Error>(())
 /// ```
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct BlockMask {
     batch: u32,
     heads: u32,
@@ -107,6 +108,18 @@ pub struct BlockMask {
     /// Whether the lists say no more than the mask_mod does. Imported lists may leave out blocks in
     /// which the mask_mod keeps something.
     derived: bool,
+}
+
+impl fmt::Debug for BlockMask {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (full, partial) = self.rows.blocks();
+        f.debug_struct("BlockMask")
+            .field("shape", &[self.batch, self.heads, self.q_len, self.kv_len])
+            .field("block", &self.block)
+            .field("full_blocks", &full)
+            .field("partial_blocks", &partial)
+            .finish_non_exhaustive()
+    }
 }
 
 impl PartialEq for BlockMask {
@@ -242,6 +255,11 @@ impl BlockMask {
     /// What decides the pairs of partial tiles. None after [`BlockMask::from_bytes`].
     pub fn mask_mod(&self) -> Option<&MaskMod> {
         self.mask_mod.as_ref()
+    }
+
+    /// Whether the mask_mod says all that the lists do.
+    pub(crate) fn is_derived(&self) -> bool {
+        self.derived
     }
 
     /// The same lists with this mask_mod to decide the pairs of partial tiles. It must be true in full

@@ -165,15 +165,24 @@ impl From<ParseError> for Error {
     }
 }
 
-/// `count` times `value`, in memory that may not be there: a size that a caller chose must not end the process.
-pub(crate) fn filled<T: Clone>(label: &str, value: T, count: Option<usize>) -> Result<Vec<T>> {
-    let bytes = count.and_then(|count| count.checked_mul(size_of::<T>())).unwrap_or(usize::MAX) as u64;
+/// An empty list with room for `count` values, in memory that may not be there: a size that a caller chose must
+/// not end the process.
+pub(crate) fn reserved<T>(label: &str, count: Option<usize>) -> Result<Vec<T>> {
     let mut memory = Vec::new();
-    let room = count.map(|count| memory.try_reserve_exact(count));
-    match (room, count) {
-        (Some(Ok(())), Some(count)) => memory.resize(count, value),
-        _ => return Err(Error::OutOfMemory { label: label.to_owned(), bytes }),
+    match count.map(|count| memory.try_reserve_exact(count)) {
+        Some(Ok(())) => Ok(memory),
+        _ => {
+            let bytes =
+                count.and_then(|count| count.checked_mul(size_of::<T>())).unwrap_or(usize::MAX) as u64;
+            Err(Error::OutOfMemory { label: label.to_owned(), bytes })
+        }
     }
+}
+
+/// `count` times `value`, likewise.
+pub(crate) fn filled<T: Clone>(label: &str, value: T, count: Option<usize>) -> Result<Vec<T>> {
+    let mut memory = reserved(label, count)?;
+    memory.resize(count.unwrap_or(0), value);
     Ok(memory)
 }
 

@@ -346,23 +346,38 @@ impl Expr {
     /// # Errors
     /// When a replacement has another type than its input.
     pub fn replace_inputs(&self, with: impl Fn(Input) -> Option<Expr>) -> Result<Expr> {
+        self.rewrite(|op, _| match op {
+            Op::Input(input) => with(*input).map(Ok),
+            _ => None,
+        })
+    }
+
+    /// The same expression reading captured tensor `to` in place of `from`.
+    pub(crate) fn rename_capture(&self, from: &str, to: &str) -> Result<Expr> {
+        self.rewrite(|op, args| match op {
+            Op::Gather(decl) if &*decl.name == from => {
+                Some(Expr::new(Op::Gather(CaptureDecl { name: to.into(), ..decl.clone() }), args))
+            }
+            _ => None,
+        })
+    }
+
+    /// The same expression with what `with` gives for an operation and its new arguments, where it gives
+    /// something.
+    fn rewrite(&self, with: impl Fn(&Op, &[Expr]) -> Option<Result<Expr>>) -> Result<Expr> {
         let mut done: std::collections::HashMap<u128, Expr> = std::collections::HashMap::new();
         let mut failure = None;
         visit(std::slice::from_ref(self), |e| {
-            let new = match e.op() {
-                Op::Input(input) => with(*input).unwrap_or_else(|| e.clone()),
-                _ if e.args().is_empty() => e.clone(),
-                op => {
-                    let args: Vec<Expr> = e.args().iter().map(|a| done[&a.hash()].clone()).collect();
-                    match Expr::new(op.clone(), &args) {
-                        Ok(new) => new,
-                        Err(error) => {
-                            failure.get_or_insert(error);
-                            e.clone()
-                        }
-                    }
-                }
+            let args: Vec<Expr> = e.args().iter().map(|a| done[&a.hash()].clone()).collect();
+            let new = match with(e.op(), &args) {
+                Some(new) => new,
+                None if args.is_empty() => Ok(e.clone()),
+                None => Expr::new(e.op().clone(), &args),
             };
+            let new = new.unwrap_or_else(|error| {
+                failure.get_or_insert(error);
+                e.clone()
+            });
             done.insert(e.hash(), new);
         });
         match failure {

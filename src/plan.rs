@@ -526,7 +526,8 @@ impl Cache {
                 continue;
             }
             let mut key = vec![expr.hash(), u128::from(first.unsigned_abs().next_power_of_two())];
-            key.extend(sizes.map(|size| size.next_power_of_two() as u128));
+            key.extend([shape.batch, shape.q_heads].map(|size| size as u128));
+            key.extend([shape.q_len, shape.kv_len].map(|size| size.next_power_of_two() as u128));
             key.push(u128::from(last.unsigned_abs().next_power_of_two()));
             key.extend(captures.iter().flat_map(|capture| capture.shape()).map(|&size| size as u128));
             if lock(&self.positions).contains(&key) {

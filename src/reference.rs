@@ -88,10 +88,17 @@ impl<'a> Problem<'a> {
     fn check(&self) -> Result<()> {
         let AttentionShape { batch, kv_batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_dim } =
             self.shape;
+        if kv_heads == 0 || !q_heads.is_multiple_of(kv_heads) || ![1, batch].contains(&kv_batch) {
+            return Err(Error::shape(format!(
+                "kv_heads is {kv_heads} of q_heads {q_heads} and kv_batch {kv_batch} of batch {batch}, but one must divide q_heads and the other be batch or 1; fix the shape"
+            )));
+        }
+        // Saturated, no tensor has that many elements.
+        let product = |sizes: [usize; 4]| sizes.into_iter().fold(1, usize::saturating_mul);
         let lengths = [
-            ("q", self.q.len(), batch * q_heads * q_len * head_dim),
-            ("k", self.k.len(), kv_batch * kv_heads * kv_len * head_dim),
-            ("v", self.v.len(), kv_batch * kv_heads * kv_len * v_dim),
+            ("q", self.q.len(), product([batch, q_heads, q_len, head_dim])),
+            ("k", self.k.len(), product([kv_batch, kv_heads, kv_len, head_dim])),
+            ("v", self.v.len(), product([kv_batch, kv_heads, kv_len, v_dim])),
         ];
         let optional = [
             ("q_offset", self.q_offset.len(), batch),
@@ -261,11 +268,12 @@ impl<'a> Definition<'a> {
             .collect();
         let (b, h, q) = (b as i32, h as i32, self.problem.position(b, q));
         let mut post = raw.clone();
-        if let Some(score) = self.score.get_mut(b as usize) {
+        // Mods are evaluated for at least one key.
+        if let Some(score) = self.score.get_mut(b as usize).filter(|_| keys > 0) {
             score.row(b, h, q, 0, &raw, keys);
             post.copy_from_slice(score.output(0).floats());
         }
-        if let Some(mask) = self.mask.get_mut(b as usize) {
+        if let Some(mask) = self.mask.get_mut(b as usize).filter(|_| keys > 0) {
             mask.row(b, h, q, 0, &[], keys);
             for (post, &kept) in post.iter_mut().zip(mask.output(0).bools()) {
                 if !kept {
@@ -279,7 +287,10 @@ impl<'a> Definition<'a> {
         let sum = || post.iter().map(|&x| (x - max).exp()).sum::<f64>();
         let lse = if max == f64::NEG_INFINITY { max } else { max + sum().ln() };
         let sink = self.problem.sinks.get(at[1]);
-        let beside_sink = sink.map_or(1.0, |&z| 1.0 / (1.0 + (f64::from(z) - lse).exp()));
+        let beside_sink = match sink {
+            Some(&z) if z > f32::NEG_INFINITY || z.is_nan() => 1.0 / (1.0 + (f64::from(z) - lse).exp()),
+            _ => 1.0,
+        };
         Ok(Row { at, raw, post, lse, max, beside_sink })
     }
 

@@ -5,6 +5,7 @@
 
 use crate::error::{Error, Result};
 use std::fmt;
+use std::ops::Range;
 
 /// Rows and columns of the blocks that kernels skip by.
 pub const BLOCK: usize = 128;
@@ -247,6 +248,26 @@ impl Layout {
         true
     }
 
+    /// Whether an element of each lies in the same place of one buffer. No two of `self` may
+    /// ([`Layout::check_writable`]).
+    pub(crate) fn meets(&self, other: &Layout) -> bool {
+        if self.is_empty() || other.is_empty() || self.offset >= other.end() || other.offset >= self.end() {
+            return false;
+        }
+        let mut axes = [0, 1, 2, 3].map(|axis| [self.strides[axis], self.shape[axis]]);
+        axes.sort_unstable_by(|a, b| b.cmp(a));
+        let places = [0, 1, 2].map(|axis| if other.strides[axis] == 0 { 1 } else { other.shape[axis] });
+        let [batch, heads, rows] = places.map(|places| 0..places);
+        batch.into_iter().any(|b| {
+            heads.clone().any(|h| {
+                rows.clone().any(|row| {
+                    let first = other.index([b, h, row, 0]);
+                    touches(&axes, self.offset, first..first + other.shape[3])
+                })
+            })
+        })
+    }
+
     /// The index of element (b, h, row, column) in the buffer.
     pub fn index(&self, at: [usize; 4]) -> usize {
         self.offset + at.iter().zip(&self.strides).map(|(i, stride)| i * stride).sum::<usize>()
@@ -290,6 +311,17 @@ impl Layout {
         }
         Ok(())
     }
+}
+
+/// Whether any of the places `at` plus multiples of strides, [stride, size] from the largest stride on, is in
+/// a range.
+fn touches(axes: &[[usize; 2]], at: usize, range: Range<usize>) -> bool {
+    let Some((&[stride, size], inner)) = axes.split_first() else { return range.contains(&at) };
+    let reach = 1 + inner.iter().map(|[stride, size]| stride * (size - 1)).sum::<usize>();
+    let first = (range.start + 1).saturating_sub(at + reach).div_ceil(stride.max(1));
+    (first..size)
+        .take_while(|i| at + i * stride < range.end)
+        .any(|i| touches(inner, at + i * stride, range.clone()))
 }
 
 fn too_long(shape: [usize; 4]) -> Error {

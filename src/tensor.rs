@@ -318,8 +318,8 @@ impl Tensor<crate::gpu::Gpu> {
     ///
     /// # Errors
     ///
-    /// [`Error::Buffer`] for a missing usage or a buffer that ends too early, those of
-    /// [`Layout::new`], [`Error::Unsupported`] on the Cpu tier.
+    /// [`Error::Buffer`] for a missing usage, a buffer that ends too early or not after a whole word, those
+    /// of [`Layout::new`], [`Error::Unsupported`] on the Cpu tier.
     pub fn from_buffer(
         gpu: &crate::gpu::Gpu,
         buffer: &wgpu::Buffer,
@@ -336,6 +336,12 @@ impl Tensor<crate::gpu::Gpu> {
 
 #[cfg(feature = "wgpu")]
 fn storage(buffer: &wgpu::Buffer) -> Result<()> {
+    if !buffer.size().is_multiple_of(4) {
+        return Err(Error::buffer(format!(
+            "the buffer has {} bytes but kernels bind whole words; create it with a multiple of 4",
+            buffer.size()
+        )));
+    }
     if buffer.usage().contains(wgpu::BufferUsages::STORAGE) {
         return Ok(());
     }

@@ -4,8 +4,8 @@ mod random;
 
 use flexattn::expr::{Env, Program};
 use flexattn::{
-    BlockMask, BlockShape, Capture, Class, CompiledMask, Error, KvBlocks, Lists, MaskMod, Params, Result,
-    TileMap, masks,
+    Attention, BlockMask, BlockShape, Capture, Class, CompiledMask, DType, Error, Gpu, KvBlocks, Lists,
+    MaskMod, Params, Result, Tier, TileMap, masks,
 };
 use flexattn_testing::Golden;
 use flexattn_testing::problem::Numbers;
@@ -479,10 +479,55 @@ fn imported_lists_count_more_than_the_mask_where_they_leave_blocks_out() -> Resu
     assert_eq!(mask.or(&all)?, all);
     let part = mask.slice(40, 10, 64)?;
     assert_eq!(part.kept()?, 10 * 32);
+    // With itself, whose lists join the expression twice, and with its own negation.
+    assert_eq!(mask.and(&mask.clone())?.kept()?, kept);
+    assert_eq!(mask.not()?.and(&mask)?.kept()?, 0);
+    assert_eq!(mask.not()?.not()?.and(&mask)?.kept()?, kept);
+    let [a, b] = [1, 2].map(|i| BlockMask::from_dense_mask(&[i == 1, true], [1, 1, 1, 2], [32, 32]));
+    assert!(a?.and(&b?).unwrap_err().to_string().contains("rename_capture"));
     // Without a mask, partial blocks keep everything.
     let noop = BlockMask::from_kv_blocks(&lists, 64, 64, [32, 32], None)?;
     assert_eq!((noop.kept()?, noop.rows().partials.len()), (2 * 32 * 32, 1));
     Ok(())
+}
+
+#[test]
+fn lists_that_heads_or_batch_entries_share_leave_to_the_mask_what_it_tells_apart() -> Result<()> {
+    let lists = KvBlocks {
+        shape: [1, 1, 1],
+        num_blocks: &[1],
+        indices: &[0],
+        full_num_blocks: &[],
+        full_indices: &[],
+    };
+    let by_head = MaskMod::new(|i| i.head().eq(1) | i.kv().lt(5));
+    let by_batch = MaskMod::new(|i| i.batch().eq(1) | i.kv().lt(5));
+    for (mask, [batch, heads]) in [(by_head, [1, 2]), (by_batch, [2, 1])] {
+        let shared = BlockMask::from_kv_blocks(&lists, 1, 128, [128, 128], Some(&mask))?;
+        for tier in [Tier::Cpu, Tier::Portable, Tier::Subgroup] {
+            let Ok(gpu) = Gpu::builder().tier(tier).build() else { continue };
+            let zeros = |rows| gpu.zeros(DType::F32, [batch, heads, rows, 4]);
+            let attention = Attention::new().block_mask(shared.clone());
+            let kept = attention.forward(&gpu, &zeros(1)?, &zeros(128)?, &zeros(128)?)?.lse;
+            let kept: Vec<f32> = kept.map(|lse| lse.read()).transpose()?.unwrap_or_default();
+            let kept: Vec<f32> = kept.iter().map(|lse| lse.exp().round()).collect();
+            assert_eq!(kept, [5.0, 128.0], "{tier}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn bytes_of_very_many_empty_matrices_are_refused_at_once() {
+    let mut bytes = BlockMask::build(&masks::causal(), BlockShape::new(1, 1, 0, 0)).unwrap().to_bytes();
+    assert!(BlockMask::from_bytes(&bytes).is_ok());
+    // `heads` is the second word after magic and version; the hash of what stands before it comes last.
+    bytes[12..16].copy_from_slice(&200_000_000u32.to_le_bytes());
+    let end = bytes.len() - 8;
+    let hash = xxhash_rust::xxh3::xxh3_64(&bytes[..end]);
+    bytes[end..].copy_from_slice(&hash.to_le_bytes());
+    let error = BlockMask::from_bytes(&bytes).unwrap_err();
+    assert!(error.to_string().contains("heads 200000000"), "{error}");
 }
 
 #[test]

@@ -6,7 +6,7 @@
 use std::any::Any;
 
 use flexattn::reference::{self, Problem};
-use flexattn::{AttentionShape, Cpu, DType, Layout, Runtime};
+use flexattn::{AttentionShape, Capture, Cpu, DType, Layout, MaskMod, Runtime};
 use flexattn_testing::Golden;
 use flexattn_testing::conformance::{self, Verdict};
 
@@ -56,6 +56,44 @@ fn reference_outputs(golden: &Golden) -> flexattn::Result<Vec<(String, Vec<f64>)
         ("max".to_owned(), forward.max),
     ]);
     Ok(outputs)
+}
+
+#[test]
+fn the_reference_takes_rows_without_keys_and_refuses_shapes_that_do_not_fit_themselves() {
+    let shape = AttentionShape {
+        batch: 1,
+        kv_batch: 1,
+        q_heads: 2,
+        kv_heads: 2,
+        q_len: 1,
+        kv_len: 3,
+        head_dim: 1,
+        v_dim: 1,
+    };
+    let table = Capture::i32("table", &[0, 0, 1], &[3]).unwrap();
+    let mask = MaskMod::new(|i| table.at([i.q()]).eq(table.at([i.kv()])));
+    let values = [1.0f32; 6];
+    let none = Problem {
+        mask_mod: Some(&mask),
+        kv_len: &[0],
+        sinks: &[f32::NEG_INFINITY; 2],
+        ..Problem::new(shape, &values[..2], &values, &values)
+    };
+    let forward = reference::forward(&none).unwrap();
+    assert_eq!((forward.out, forward.lse), (vec![0.0; 2], vec![f64::NEG_INFINITY; 2]));
+    assert_eq!(reference::weights(&none, [0, 1, 0]).unwrap(), [0.0; 3]);
+    assert_eq!(reference::backward(&none, &[1.0; 2], &[]).unwrap().dv, [0.0; 6]);
+
+    let huge = usize::MAX / 2;
+    for wrong in [
+        AttentionShape { kv_heads: 0, ..shape },
+        AttentionShape { q_heads: 3, ..shape },
+        AttentionShape { batch: 3, kv_batch: 2, ..shape },
+        AttentionShape { q_len: huge, head_dim: huge, ..shape },
+    ] {
+        let error = reference::forward(&Problem::new(wrong, &values, &values, &values)).unwrap_err();
+        assert!(error.is_shape(), "{error}");
+    }
 }
 
 #[test]

@@ -3,7 +3,8 @@
 
 use flexattn::expr::CaptureType;
 use flexattn::{
-    Attention, Capture, DType, Error, Gpu, Layout, MaskMod, Result, Scalar, ScoreMod, Tensor, Tier, wgpu,
+    Attention, BlockMask, BlockShape, Capture, DType, Error, Gpu, Layout, MaskMod, Result, Scalar, ScoreMod,
+    Tensor, Tier, masks, scores, wgpu,
 };
 
 /// A machine and tensors that fit together: q `[1, 8, 6, 16]`, k and v `[1, 2, 10, 16]`.
@@ -262,6 +263,100 @@ fn device(change: impl FnOnce(&mut wgpu::Limits)) -> Option<Gpu> {
     }))
     .unwrap();
     Some(Gpu::from_wgpu(&adapter, device, queue).unwrap())
+}
+
+#[test]
+fn an_output_over_what_is_still_read_is_refused() {
+    let bench = Bench::any();
+    let on = |q: &Tensor, kv: &Tensor, out: &Tensor| {
+        Attention::new().forward_into(&bench.gpu, q, kv, kv, out).map(|_| ())
+    };
+    let pool = bench.gpu.tensor(&[0.5f32; 4096], [1, 1, 1, 4096]).unwrap();
+    let at = |strides, offset| pool.view(Layout::new([1, 2, 8, 16], strides, offset).unwrap()).unwrap();
+    let q = at([512, 128, 16, 1], 0);
+    // The same places, some of them, and some of q's only.
+    for (kv, out, name) in [
+        (at([512, 128, 16, 1], 512), at([512, 128, 16, 1], 512), "k"),
+        (at([512, 128, 16, 1], 512), at([512, 128, 16, 1], 767), "k"),
+        (at([512, 16, 32, 1], 1024), at([1024, 16, 64, 1], 1056), "k"),
+        (at([512, 128, 16, 1], 512), at([512, 128, 16, 1], 16), "q"),
+        (at([512, 128, 16, 1], 512), at([512, 16, 32, 1], 0), "q"),
+    ] {
+        let error = bench.refused(|| on(&q, &kv, &out));
+        assert!(error.is_buffer());
+        says(&error, &["out shares places with", name]);
+    }
+    // Rows that alternate, and rows beside each other, share none.
+    for (kv, out) in [
+        (at([512, 16, 64, 1], 1024), at([1024, 16, 64, 1], 1056)),
+        (at([512, 128, 16, 1], 512), at([512, 128, 16, 1], 768)),
+    ] {
+        on(&q, &kv, &out).unwrap();
+    }
+}
+
+#[test]
+fn block_masks_for_other_positions_lengths_or_heads_are_refused() {
+    let bench = Bench::any();
+    let shape = BlockShape::new(1, 8, 6, 10);
+    let with = |mask: &MaskMod, shape| Attention::new().block_mask(BlockMask::build(mask, shape).unwrap());
+    let causal = masks::causal();
+    let by_head = MaskMod::new(|i| i.head().lt(3) | i.q().ge(i.kv()));
+    let by_length = masks::bottom_right_causal();
+    let later = BlockShape { q_offset: &[4], ..shape };
+    let shorter = BlockShape { kv_lens: &[7], ..shape };
+    for (attention, parts) in [
+        (with(&causal, later), ["q_offset 4", "the call has 0"]),
+        (with(&causal, shorter), ["kv_len 7", "the call has 10"]),
+        (with(&by_length, shape).kv_len(7), ["kv_len 10", "the call has 7"]),
+        (with(&by_head, BlockShape { heads: 1, ..shape }), ["heads 1", "the call has 8"]),
+    ] {
+        let error = bench.refuses_mods(&attention);
+        assert!(error.is_shape());
+        says(&error, &parts);
+    }
+    // Fewer keys than were built for are no other mask, and neither is an offset that nobody reads.
+    bench.forward(&with(&causal, shape).kv_len(7), &bench.q, &bench.k, &bench.v).unwrap();
+    bench.forward(&with(&masks::noop(), later), &bench.q, &bench.k, &bench.v).unwrap();
+}
+
+#[test]
+fn a_table_with_too_few_heads_or_batch_entries_is_refused() {
+    let bench = Bench::any();
+    let error = bench.refuses_mods(&Attention::new().score_mod(scores::alibi(4)));
+    assert!(error.is_capture());
+    says(&error, &["slope", "goes to 7", "ends at 3", "one value for each"]);
+    // As many, more, and one for all.
+    for values in [8, 9, 1] {
+        let bias = Capture::f32("bias", &vec![0.5; values], &[values]).unwrap();
+        let score = ScoreMod::new(|s| s.score() + bias.at([s.head()]));
+        bench.forward(&Attention::new().score_mod(score), &bench.q, &bench.k, &bench.v).unwrap();
+    }
+}
+
+#[test]
+fn a_buffer_that_ends_within_a_word_is_refused() {
+    let Ok(gpu) = Gpu::builder().tier(Tier::Portable).build() else { return };
+    let Some(device) = gpu.device() else { return };
+    let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC;
+    let descriptor = wgpu::BufferDescriptor { label: None, size: 62, usage, mapped_at_creation: false };
+    let buffer = device.create_buffer(&descriptor);
+    let error =
+        Tensor::from_buffer(&gpu, &buffer, DType::F16, 0, [1, 1, 1, 31], [31, 31, 31, 1]).unwrap_err();
+    assert!(error.is_buffer());
+    says(&error, &["62 bytes", "multiple of 4"]);
+    let error = gpu.capture("bias", CaptureType::F16, &buffer, 0, &[31]).unwrap_err();
+    says(&error, &["62 bytes", "multiple of 4"]);
+}
+
+#[test]
+fn weights_of_another_output_are_refused() {
+    let bench = Bench::any();
+    let output = Attention::new().forward(&bench.gpu, &bench.q, &bench.k, &bench.v).unwrap();
+    let longer = bench.gpu.zeros(DType::F32, [1, 8, 9, 16]).unwrap();
+    let error = bench.refused(|| Attention::new().weights(&longer, &bench.k, &output, &[8]).map(|_| ()));
+    assert!(error.is_shape());
+    says(&error, &["[1, 8, 6, 16]", "[1, 8, 9, 16]"]);
 }
 
 #[test]

@@ -2,8 +2,11 @@
 //!
 //! These tests run on any adapter, software ones included; without one they say so and stop.
 
-use flexattn::expr::{CaptureType, Captured, I32};
-use flexattn::{Attention, Capture, DType, Error, Gpu, Layout, MaskMod, Scalar, ScoreMod, Tensor, Tier};
+use flexattn::expr::{Bool, CaptureType, Captured, I32};
+use flexattn::{
+    Attention, BlockMask, Capture, DType, Error, Gpu, KvBlocks, Layout, MaskMod, Scalar, ScoreMod, Tensor,
+    Tier,
+};
 
 /// The machine's best wgpu tier. Tests of wgpu itself mean nothing on the Cpu tier.
 fn gpu() -> Option<Gpu> {
@@ -578,4 +581,54 @@ fn weights_of_a_row_sum_to_one_and_are_the_softmax() {
     }
     assert_eq!(weights[1..6], [0.0; 5]);
     assert!(attention.weights(&q, &k, &output, &[6]).unwrap_err().is_shape());
+}
+
+#[test]
+fn weights_of_a_row_are_zero_where_the_block_lists_leave_out_what_the_mask_keeps() {
+    let Some(gpu) = gpu() else { return };
+    let [q, k] = [1, 2].map(|seed| tensor(&gpu, seed, [1, 1, 300, 8]));
+    let lists = KvBlocks {
+        shape: [1, 1, 3],
+        num_blocks: &[1, 1, 1],
+        indices: &[0, 1, 2],
+        full_num_blocks: &[0, 0, 1],
+        full_indices: &[0, 0, 0],
+    };
+    let lists = BlockMask::from_kv_blocks(&lists, 300, 300, [128, 128], None).unwrap();
+    for attention in [
+        Attention::new().block_mask(lists.clone()),
+        Attention::new().block_mask(lists.clone()).mask_mod(MaskMod::new(|_| Bool::from(true))),
+    ] {
+        let output = attention.forward(&gpu, &q, &k, &k).unwrap();
+        let weights = attention.weights(&q, &k, &output, &[5, 200, 299]).unwrap();
+        for (row, listed) in weights.chunks(300).zip([0..128, 128..256, 0..300]) {
+            assert!((row.iter().sum::<f32>() - 1.0).abs() < 1e-5);
+            assert!(row.iter().enumerate().all(|(kv, &w)| w == 0.0 || listed.contains(&kv)));
+        }
+        assert!(weights[2 * 300 + 128..2 * 300 + 256].iter().all(|&w| w == 0.0));
+    }
+}
+
+#[test]
+fn the_output_may_take_the_place_of_q() {
+    for tier in [Tier::Portable, Tier::Subgroup, Tier::Cpu] {
+        let Ok(gpu) = Gpu::builder().tier(tier).build() else { continue };
+        for (rows, dim, dtype) in [(100, 64, DType::F32), (70, 24, DType::F16), (1, 64, DType::F32)] {
+            let keys = if rows == 1 { 3000 } else { rows };
+            let [q, k, v] = [(1, rows), (2, keys), (3, keys)].map(|(seed, rows)| {
+                let (data, shape) = (values(seed, 2 * rows * dim), [1, 2, rows, dim]);
+                match dtype {
+                    DType::F16 => {
+                        gpu.tensor(&data.into_iter().map(half::f16::from_f32).collect::<Vec<_>>(), shape)
+                    }
+                    _ => gpu.tensor(&data, shape),
+                }
+                .unwrap()
+            });
+            let attention = Attention::new().score_mod(ScoreMod::new(|s| s.score() * 2.0));
+            let apart = attention.forward(&gpu, &q, &k, &v).unwrap().out.read().unwrap();
+            attention.forward_into(&gpu, &q, &k, &v, &q).unwrap();
+            assert_eq!(q.read().unwrap(), apart, "{tier} {rows} {dtype}");
+        }
+    }
 }

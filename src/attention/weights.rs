@@ -27,6 +27,14 @@ impl Attention {
         let v_shape = [k.shape()[0], k.shape()[1], k.shape()[2], output.out.shape()[3]];
         let v = crate::Layout::contiguous(v_shape)?;
         let shape = AttentionShape::new(q.layout(), k.layout(), &v)?;
+        let rows_of = |shape: [usize; 4]| [shape[0], shape[1], shape[2]];
+        if rows_of(output.out.shape()) != rows_of(shape.out()) {
+            return Err(Error::shape(format!(
+                "the output is {:?} but these q and k give {:?}; pass the q and k that it came from",
+                output.out.shape(),
+                shape.out()
+            )));
+        }
         if let Some(row) = rows.iter().find(|&&row| row >= shape.q_len) {
             return Err(Error::shape(format!("row {row} was asked for but q_len is {}", shape.q_len)));
         }
@@ -42,10 +50,13 @@ impl Attention {
             None => vec![shape.kv_len as u32; shape.batch],
         };
         let scale = self.scale.unwrap_or_else(|| shape.scale());
-        let mask_mod = self
-            .mask
-            .as_ref()
-            .or_else(|| self.block_mask.as_ref().and_then(|block_mask| block_mask.mask_mod()));
+        // Lists may leave out what the mask_mod keeps.
+        let listed = match (&self.block_mask, &self.mask) {
+            (Some(lists), Some(mask)) => Some((**lists).clone().with_mask_mod(mask.clone()).meaning()?),
+            (Some(lists), None) => Some(lists.meaning()?),
+            (None, _) => None,
+        };
+        let mask_mod = listed.as_ref().or(self.mask.as_ref());
         let score =
             self.score.as_ref().map_or_else(|| Expr::input(Input::Score), |score| score.expr().clone());
         let keep = mask_mod.map_or_else(|| Expr::constant(Value::Bool(true)), |mask| mask.expr().clone());
@@ -82,7 +93,7 @@ impl Attention {
                             score: dot * scale,
                             b: b as i32,
                             h: h as i32,
-                            q: row as i32 + q_offset[b],
+                            q: (row as i32).wrapping_add(q_offset[b]),
                             kv: kv as i32,
                         });
                         let kept = matches!(bound.output(1).lane(0), Lane::Bool(true));

@@ -127,6 +127,7 @@ impl BlockMask {
             Both::And => mine & theirs,
             Both::Or => mine | theirs,
         };
+        mask_mod.check()?;
         // The larger of the two in each direction carries the offsets of the result.
         let like = if self.batch >= other.batch { self } else { other };
         let mut compiled = None;

@@ -98,6 +98,12 @@ impl BlockMask {
         }
         let matrices = (batch as usize).checked_mul(heads as usize);
         let [row_count, column_count] = [q_len.div_ceil(block_q), kv_len.div_ceil(block_kv)];
+        // Elsewhere each matrix takes bytes; these could be forged by the billion.
+        if row_count == 0 && column_count == 0 && matrices.is_none_or(|n| n > 1 << 16) {
+            return Err(Error::format(format!(
+                "a block mask of no pairs has batch {batch} and heads {heads} but may have 65536 matrices; write it again"
+            )));
+        }
         let mut lists = |rows: u32, columns: u32| {
             let rows = matrices.and_then(|n| n.checked_mul(rows as usize)).unwrap_or(usize::MAX);
             let [runs, partials] = words.array()?;

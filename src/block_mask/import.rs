@@ -4,8 +4,8 @@ use super::build::{Compiled, Sizes};
 use super::lists::Lists;
 use super::quad_tree::{Grid, settle};
 use super::{BlockMask, BlockShape, Class, TileMap};
-use crate::error::{Error, Result};
-use crate::expr::{CaptureData, MaskMod};
+use crate::error::{Error, Result, filled, reserved};
+use crate::expr::{CaptureData, Input, MaskMod};
 use crate::masks;
 
 /// Block lists as PyTorch's `BlockMask.from_kv_blocks` takes them.
@@ -81,7 +81,8 @@ impl BlockMask {
 
     /// From PyTorch's block lists, for masks of `q_len` x `kv_len` in blocks of `block`.
     ///
-    /// Tiles of partial blocks are classified with `mask_mod`; without one partial blocks keep every
+    /// Tiles of partial blocks are classified with `mask_mod`, unless it reads `h` or `b` and the lists are
+    /// one for all of them: then it decides each pair in the kernel. Without one partial blocks keep every
     /// pair, as PyTorch's `noop_mask` does, but stay partial, so that a mask_mod can be set later. As in
     /// PyTorch's kernels, the mask_mod does not count where no block is listed or where a block is full.
     ///
@@ -125,16 +126,18 @@ impl BlockMask {
             )));
         }
         let compiled = match mask_mod {
-            // What lives on a GPU cannot be looked at: partial blocks stay partial in all tiles.
+            // Partial blocks stay partial in all tiles where one list stands for heads or batch entries that
+            // the mask tells apart; and what lives on a GPU cannot be looked at.
             Some(mask_mod)
-                if !mask_mod.captures().iter().any(|c| matches!(c.data(), CaptureData::Device(_))) =>
+                if !told_apart(mask_mod, [batch, heads])
+                    && !mask_mod.captures().iter().any(|c| matches!(c.data(), CaptureData::Device(_))) =>
             {
                 Some(Compiled::new(mask_mod)?)
             }
             _ => None,
         };
         let mut out = Lists::default();
-        let mut maps = vec![TileMap::EMPTY; columns as usize];
+        let mut maps = filled("a row of tile maps", TileMap::EMPTY, Some(columns as usize))?;
         for (b, h) in (0..sizes.batch).flat_map(|b| (0..sizes.heads).map(move |h| (b, h))) {
             let mut elements = match &compiled {
                 Some(compiled) => Some(compiled.matrix([b, h], sizes.q_len, sizes.kv_len, 0)?),
@@ -209,8 +212,8 @@ impl BlockMask {
                 )));
             }
         }
-        let mut first = Vec::new();
-        let mut end = Vec::new();
+        let rows = cu_q[cu_q.len() - 1] as usize;
+        let [mut first, mut end] = [reserved("first keys", Some(rows))?, reserved("ends", Some(rows))?];
         for (q, kv) in cu_q.windows(2).zip(cu_kv.windows(2)) {
             let [q0, q1, kv0, kv1] = [q[0], q[1], kv[0], kv[1]].map(u32::cast_signed);
             for row in q0..q1 {
@@ -224,7 +227,8 @@ impl BlockMask {
     }
 
     /// From a tile map for each block, `[batch, heads, block_rows, block_columns]`, as a GPU finds them.
-    /// `batch` and `heads` of the shape are those that the maps tell apart.
+    /// `batch` and `heads` of the shape are those that the maps tell apart. The maps say what `mask_mod`
+    /// keeps and no more nor less: algebra, slices and counts go by the mask_mod.
     ///
     /// # Errors
     ///
@@ -267,6 +271,15 @@ impl BlockMask {
         let heads = sizes.heads;
         sizes.finish(heads, lists, mask_mod.cloned(), mask_mod.is_some())
     }
+}
+
+/// Whether a mask reads an index of which [batch entries, heads] only one has lists.
+pub(super) fn told_apart(mask_mod: &MaskMod, lists: [usize; 2]) -> bool {
+    let inputs = mask_mod.expr().inputs();
+    [Input::Batch, Input::Head]
+        .into_iter()
+        .zip(lists)
+        .any(|(input, lists)| lists == 1 && inputs.contains(input))
 }
 
 /// The blocks that PyTorch's arrays list for one row.

@@ -10,7 +10,7 @@ impl BlockMask {
     ///
     /// The mask_mod itself when the lists came from it. Imported lists may leave out blocks where it
     /// keeps something; then the classes of the blocks join it as captured tensors.
-    pub(super) fn meaning(&self) -> Result<MaskMod> {
+    pub(crate) fn meaning(&self) -> Result<MaskMod> {
         let mask_mod = match &self.mask_mod {
             Some(mask_mod) if self.derived => return Ok(mask_mod.clone()),
             Some(mask_mod) => mask_mod.clone(),
@@ -24,7 +24,8 @@ impl BlockMask {
         let shape =
             [self.mask_batch(), self.mask_heads(), self.block_rows() as usize, self.block_columns() as usize];
         // Two imported masks may meet in one expression, so the names follow from the content.
-        let bytes: Vec<u8> = classes.iter().map(|&class| class as u8).collect();
+        let mut bytes: Vec<u8> = classes.iter().map(|&class| class as u8).collect();
+        bytes.extend(format!("{shape:?}{:?}", self.q_offset).bytes());
         let id = xxh3_64(&bytes);
         let listed: Vec<bool> = classes.iter().map(|&class| class != Class::Empty).collect();
         let full: Vec<bool> = classes.iter().map(|&class| class == Class::Full).collect();

@@ -156,16 +156,27 @@ impl CaptureData {
         })
     }
 
+    /// The values as bytes; none of what lies on a device.
+    pub(crate) fn host_bytes(&self) -> Option<&[u8]> {
+        Some(match self {
+            CaptureData::F32(values) => bytemuck::cast_slice(values),
+            CaptureData::F16(values) => bytemuck::cast_slice(values),
+            CaptureData::BF16(values) => bytemuck::cast_slice(values),
+            CaptureData::I32(values) => bytemuck::cast_slice(values),
+            CaptureData::U32(values) => bytemuck::cast_slice(values),
+            CaptureData::Bool(values) => bytemuck::cast_slice(values),
+            CaptureData::Device(_) => return None,
+        })
+    }
+
+    /// Whether both hold the same values. Of what lies on a device nothing is read: it must be one place.
     fn same(&self, other: &CaptureData) -> bool {
         match (self, other) {
-            (CaptureData::F32(a), CaptureData::F32(b)) => Arc::ptr_eq(a, b),
-            (CaptureData::F16(a), CaptureData::F16(b)) => Arc::ptr_eq(a, b),
-            (CaptureData::BF16(a), CaptureData::BF16(b)) => Arc::ptr_eq(a, b),
-            (CaptureData::I32(a), CaptureData::I32(b)) => Arc::ptr_eq(a, b),
-            (CaptureData::U32(a), CaptureData::U32(b)) => Arc::ptr_eq(a, b),
-            (CaptureData::Bool(a), CaptureData::Bool(b)) => Arc::ptr_eq(a, b),
             (CaptureData::Device(a), CaptureData::Device(b)) => Arc::ptr_eq(&a.0, &b.0),
-            _ => false,
+            _ => match (self.host_bytes(), other.host_bytes()) {
+                (Some(a), Some(b)) => std::ptr::eq(a, b) || a == b,
+                _ => false,
+            },
         }
     }
 }
@@ -332,7 +343,7 @@ impl Capture {
         }
     }
 
-    /// Whether both are the same tensor: name, type, shape, and the very same memory.
+    /// Whether both are the same tensor: name, type, shape and values (on a device: the very same memory).
     pub fn same(&self, other: &Capture) -> bool {
         self.name == other.name
             && self.dtype == other.dtype

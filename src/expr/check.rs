@@ -12,7 +12,8 @@ impl Expr {
     ///
     /// - an integer `+ - * abs` or negation that overflows at some position, as far as that follows from `b`, `h`, `q`,
     ///   `kv`, lengths and constants, and matters for the value there (`wrapping_*` is never refused);
-    /// - a captured tensor whose index lies outside at every position;
+    /// - a captured tensor whose index lies outside at every position, or that has several values for `h` or `b` but
+    ///   not one for each;
     /// - more than [`MAX_NODES`] operations.
     ///
     /// Overflow is looked for at the corners and at a few positions between; a rare one inside may pass, and then
@@ -109,6 +110,17 @@ fn inside(step: &Step, ranges: &[Range], env: &Env<'_>) -> Result<()> {
                 format!(
                     "index {axis} of {} is {} to {} but must be 0 to {last}; it would always be clamped",
                     step.expr, range.lo, range.hi
+                ),
+            ));
+        }
+        // One value for all is no mistake; fewer than heads or batch entries is.
+        let each = matches!(step.expr.args()[axis].op(), Op::Input(Input::Head | Input::Batch));
+        if each && last > 0 && range.hi > last as f64 {
+            return Err(Error::capture(
+                &*decl.name,
+                format!(
+                    "index {axis} of {} goes to {} but the tensor ends at {last}; give one value for each, or one for all",
+                    step.expr, range.hi
                 ),
             ));
         }

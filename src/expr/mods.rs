@@ -50,6 +50,26 @@ macro_rules! modification {
                 Ok(new)
             }
 
+            /// The same with the captured tensor `from` called `to`, so that it can be combined with another
+            /// that has its name.
+            ///
+            /// # Errors
+            /// When there is no capture `from`, there is one `to` already, or `to` is no identifier.
+            ///
+            /// ```
+            /// use flexattn::masks;
+            ///
+            /// let [book, chapter] = [masks::document(&[0, 0, 0, 1]), masks::document(&[0, 0, 1, 2])];
+            /// let both = book & chapter.rename_capture("doc", "chapter")?;
+            /// assert_eq!(both.captures().len(), 2);
+            /// # Ok::<(), flexattn::Error>(())
+            /// ```
+            pub fn rename_capture(&self, from: &str, to: &str) -> Result<Self> {
+                let mut new = self.clone();
+                rename_capture(&mut new.0, from, to)?;
+                Ok(new)
+            }
+
             /// The same with another value of the scalar of that name. Costs no new kernel.
             ///
             /// # Errors
@@ -274,6 +294,19 @@ fn replace_capture(term: &mut Term, new: Capture) -> Result<()> {
         });
     }
     *old = new;
+    Ok(())
+}
+
+fn rename_capture(term: &mut Term, from: &str, to: &str) -> Result<()> {
+    if from != to && term.captures.iter().any(|c| c.name() == to) {
+        return Err(Error::capture(to, "another captured tensor has this name; take a third"));
+    }
+    let Some(old) = term.captures.iter_mut().find(|c| c.name() == from) else {
+        return Err(Error::capture(from, "no captured tensor of this name is read"));
+    };
+    *old = Capture::new(to, old.dtype(), old.shape(), old.data().clone())?;
+    term.captures.sort_by(|a, b| a.name().cmp(b.name()));
+    term.expr = term.expr.rename_capture(from, to)?;
     Ok(())
 }
 

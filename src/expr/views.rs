@@ -66,7 +66,7 @@ impl Term {
         match self.captures.binary_search_by(|c| c.name().cmp(capture.name())) {
             Ok(i) if self.captures[i].same(capture) => {}
             Ok(_) => self.fail(format!(
-                "two different captured tensors are named {}; give each its own name",
+                "two different captured tensors are named {}; rename_capture one of them first",
                 capture.name()
             )),
             Err(i) => self.captures.insert(i, capture.clone()),

@@ -1,7 +1,7 @@
 //! Masks over packed sequences, prefixes and trees.
 
 use super::{capturing, refused};
-use crate::error::Error;
+use crate::error::{Error, reserved};
 use crate::expr::{Capture, MaskMod};
 use std::collections::HashMap;
 
@@ -117,7 +117,7 @@ fn per_token(offsets: &[i32], value: impl Fn(i32, i32) -> i32) -> Result<Vec<i32
             offsets.len()
         )));
     };
-    let mut out = Vec::with_capacity(end as usize + 1);
+    let mut out = reserved("documents", Some(end as usize + 1))?;
     for (document, pair) in (0..).zip(offsets.windows(2)) {
         out.resize(pair[1] as usize, value(document, pair[0]));
     }

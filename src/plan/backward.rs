@@ -242,7 +242,11 @@ pub fn backward(back: &Backward<'_>, profile: &Profile, cache: &Cache) -> Result
         }
         captured.elements += sums;
     }
-    let Passes { passes, constants, .. } = builder;
+    let Passes { mut passes, constants, .. } = builder;
+    if shape.batch == 0 {
+        // Sums of nothing: the new buffers are zeros.
+        passes.clear();
+    }
     fit("the gradients of captured tensors", 4 * captured.elements as u64, profile)?;
     for constant in &constants {
         let words: usize = constant.parts.iter().map(|part| part.len()).sum();

@@ -29,11 +29,10 @@ impl<'a> Mods<'a> {
             match captures.iter().find(|known| known.name() == capture.name()) {
                 None => captures.push(capture),
                 Some(known) if known.same(capture) => {}
-                Some(known) if alike(known, capture) => {}
                 Some(_) => {
                     return Err(Error::capture(
                         capture.name(),
-                        "the mask_mod and the score_mod capture different tensors of this name; rename one",
+                        "the mask_mod and the score_mod capture different tensors of this name; rename_capture one",
                     ));
                 }
             }
@@ -79,28 +78,6 @@ pub(super) fn resident(capture: &Capture) -> Option<&Resident> {
         CaptureData::Device(handle) => handle.get::<Resident>(),
         _ => None,
     }
-}
-
-/// The same content in different memory.
-fn alike(a: &Capture, b: &Capture) -> bool {
-    a.decl() == b.decl()
-        && a.shape() == b.shape()
-        && match (host_bytes(a), host_bytes(b)) {
-            (Some(a), Some(b)) => a == b,
-            _ => false,
-        }
-}
-
-fn host_bytes(capture: &Capture) -> Option<&[u8]> {
-    Some(match capture.data() {
-        CaptureData::F32(values) => bytemuck::cast_slice(values),
-        CaptureData::F16(values) => bytemuck::cast_slice(values),
-        CaptureData::BF16(values) => bytemuck::cast_slice(values),
-        CaptureData::I32(values) => bytemuck::cast_slice(values),
-        CaptureData::U32(values) => bytemuck::cast_slice(values),
-        CaptureData::Bool(values) => bytemuck::cast_slice(values),
-        CaptureData::Device(_) => return None,
-    })
 }
 
 /// Host captures as the words of a buffer.
@@ -184,7 +161,7 @@ impl Cache {
         }
         let mut hash = Xxh3::new();
         hash.update(format!("{} {} {:?}", capture.name(), capture.dtype(), capture.shape()).as_bytes());
-        if let Some(bytes) = host_bytes(capture) {
+        if let Some(bytes) = capture.data().host_bytes() {
             hash.update(&xxh3_128(bytes).to_le_bytes());
         }
         let hash = hash.digest128();

@@ -4,6 +4,7 @@
 use super::{Constant, Forward, lock};
 use crate::block_mask::{BlockMask, BlockShape};
 use crate::error::{Error, Result};
+use crate::expr::Input;
 use crate::kernels::NONE;
 use crate::shape::{AttentionShape, BLOCK};
 use std::ops::Range;
@@ -263,6 +264,9 @@ pub(super) fn of(call: &Forward<'_>, cache: &super::Cache) -> Result<Arc<Lists>>
         return Ok(Arc::new(Lists::uniform(&call.shape, false)));
     }
     let shape = &call.shape;
+    if shape.batch == 0 {
+        return Ok(Arc::new(Lists::uniform(shape, true)));
+    }
     let mut hash = Xxh3::new();
     hash.update(&mask.hash().to_le_bytes());
     {
@@ -317,6 +321,36 @@ fn from_given(call: &Forward<'_>, mask: &Arc<BlockMask>, cache: &mut Cache) -> R
     Ok(lists)
 }
 
+/// Refuses a mask that was built for other positions, lengths, batch entries or heads than the call's.
+fn fits_positions(call: &Forward<'_>, mask: &BlockMask) -> Result<()> {
+    let reads = |input| mask.mask_mod().is_some_and(|mask| mask.expr().inputs().contains(input));
+    let lists = [mask.mask_batch(), mask.mask_heads()];
+    let wanted = [call.shape.batch, call.shape.q_heads];
+    for (at, (name, input)) in [("batch", Input::Batch), ("heads", Input::Head)].into_iter().enumerate() {
+        if mask.is_derived() && reads(input) && lists[at] < wanted[at] {
+            return Err(Error::shape(format!(
+                "the block mask has {name} 1 and its mask_mod reads it, but the call has {}; build it for {}",
+                wanted[at], wanted[at]
+            )));
+        }
+    }
+    for b in 0..call.shape.batch {
+        let (offset, len) = (mask.q_offset()[b % lists[0]], mask.kv_lens()[b % lists[0]]);
+        let (offset_now, len_now) = (call.q_offset[b], call.kv_len[b]);
+        if offset != offset_now && (reads(Input::Q) || !mask.is_derived()) {
+            return Err(Error::shape(format!(
+                "the block mask was built for q_offset {offset} but the call has {offset_now}; build or slice one for that"
+            )));
+        }
+        if len < len_now || len != len_now && reads(Input::KvLen) {
+            return Err(Error::shape(format!(
+                "the block mask was built for kv_len {len} but the call has {len_now}; build one for that"
+            )));
+        }
+    }
+    Ok(())
+}
+
 fn known(call: &Forward<'_>, mask: &Arc<BlockMask>, cache: &mut Cache) -> Result<Arc<Lists>> {
     let shape = &call.shape;
     if mask.block() != [BLOCK; 2] {
@@ -341,6 +375,7 @@ fn known(call: &Forward<'_>, mask: &Arc<BlockMask>, cache: &mut Cache) -> Result
             )));
         }
     }
+    fits_positions(call, mask)?;
     cache.tick += 1;
     let tick = cache.tick;
     if let Some((_, found, used)) = cache.given.iter_mut().find(|(known, ..)| Arc::ptr_eq(known, mask)) {

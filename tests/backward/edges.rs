@@ -86,20 +86,25 @@ fn sinks_and_the_gradient_of_lse_count() {
 fn empty_tensors_have_empty_or_zero_gradients() {
     let slope = Capture::f32("slope", &[0.5, 0.25], &[2]).unwrap();
     for gpu in tiers() {
-        for (q_len, kv_len, batch) in [(0, 5, 1), (5, 0, 1), (0, 0, 1), (4, 4, 0)] {
+        for (q_len, kv_len, batch, kv_batch) in
+            [(0, 5, 1, 1), (5, 0, 1, 1), (0, 0, 1, 1), (4, 4, 0, 0), (4, 5, 0, 1)]
+        {
+            let shape = Sizes { kv_batch, ..sizes([batch, 2, 2], [q_len, kv_len], [8, 8]) };
             let case = Case {
                 score: Some(ScoreMod::new(|s| s.score() * slope.at([s.head()]))),
+                mask: Some(masks::causal()),
                 sinks: vec![0.0; 2],
-                ..Case::new(sizes([batch, 2, 2], [q_len, kv_len], [8, 8]))
+                ..Case::new(shape)
             };
             let found = case.run(&gpu, &Wanted::qkv().sinks().capture("slope"));
             let found = found.unwrap_or_else(|e| panic!("{} {q_len} {kv_len} {batch}: {e}", gpu.tier()));
             let slope = found.capture("slope").unwrap().read().unwrap();
             assert_eq!(slope, [0.0; 2], "{} {q_len} {kv_len}", gpu.tier());
             assert_eq!(found.dsinks.unwrap().read().unwrap(), [0.0; 2]);
-            let lengths = [(found.dq, q_len), (found.dk, kv_len), (found.dv, kv_len)];
-            for (tensor, len) in lengths {
-                assert_eq!(tensor.unwrap().read().unwrap(), vec![0.0; batch * 2 * len * 8]);
+            let rows =
+                [(found.dq, batch * q_len), (found.dk, kv_batch * kv_len), (found.dv, kv_batch * kv_len)];
+            for (tensor, rows) in rows {
+                assert_eq!(tensor.unwrap().read().unwrap(), vec![0.0; rows * 2 * 8]);
             }
         }
     }

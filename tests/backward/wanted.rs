@@ -74,8 +74,8 @@ impl<R: Runtime> Runtime for Watched<R> {
 
 /// The same tensor as q, k, v and dout.
 pub(super) fn saved(on: &Watched, attention: &Attention, len: usize) -> (Saved<Watched>, Tensor<Watched>) {
-    let x = Tensor::upload(on, &vec![0.5f32; 2 * len * 8], [1, 2, len, 8]).unwrap();
-    let (_, output) = attention.prepare(on, [&x, &x, &x, &x.clone()]).unwrap();
+    let [x, out] = [0.5, 0.0].map(|x| Tensor::upload(on, &vec![x; 2 * len * 8], [1, 2, len, 8]).unwrap());
+    let (_, output) = attention.prepare(on, [&x, &x, &x, &out]).unwrap();
     (Saved::new(&x, &x, &x, &output).unwrap(), x)
 }
 
