@@ -90,7 +90,7 @@ impl<'a> Problem<'a> {
             self.shape;
         if kv_heads == 0 || !q_heads.is_multiple_of(kv_heads) || ![1, batch].contains(&kv_batch) {
             return Err(Error::shape(format!(
-                "kv_heads is {kv_heads} of q_heads {q_heads} and kv_batch {kv_batch} of batch {batch}, but one must divide q_heads and the other be batch or 1; fix the shape"
+                "kv_heads {kv_heads} must divide q_heads {q_heads}, and kv_batch {kv_batch} be 1 or batch {batch}"
             )));
         }
         // Saturated, no tensor has that many elements.

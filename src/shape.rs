@@ -256,15 +256,12 @@ impl Layout {
         }
         let mut axes = [0, 1, 2, 3].map(|axis| [self.strides[axis], self.shape[axis]]);
         axes.sort_unstable_by(|a, b| b.cmp(a));
-        let places = [0, 1, 2].map(|axis| if other.strides[axis] == 0 { 1 } else { other.shape[axis] });
-        let [batch, heads, rows] = places.map(|places| 0..places);
-        batch.into_iter().any(|b| {
-            heads.clone().any(|h| {
-                rows.clone().any(|row| {
-                    let first = other.index([b, h, row, 0]);
-                    touches(&axes, self.offset, first..first + other.shape[3])
-                })
-            })
+        // Every row of the other, once where a stride of 0 repeats it.
+        let [batch, heads, rows] =
+            [0, 1, 2].map(|axis| if other.strides[axis] == 0 { 1 } else { other.shape[axis] });
+        (0..batch * heads * rows).any(|at| {
+            let first = other.index([at / rows / heads, at / rows % heads, at % rows, 0]);
+            touches(&axes, self.offset, first..first + other.shape[3])
         })
     }
 

@@ -325,7 +325,7 @@ fn a_table_with_too_few_heads_or_batch_entries_is_refused() {
     let bench = Bench::any();
     let error = bench.refuses_mods(&Attention::new().score_mod(scores::alibi(4)));
     assert!(error.is_capture());
-    says(&error, &["slope", "goes to 7", "ends at 3", "one value for each"]);
+    says(&error, &["slope", "0 to 7", "0 to 3", "one value for each"]);
     // As many, more, and one for all.
     for values in [8, 9, 1] {
         let bias = Capture::f32("bias", &vec![0.5; values], &[values]).unwrap();

@@ -30,7 +30,7 @@ impl Attention {
         let rows_of = |shape: [usize; 4]| [shape[0], shape[1], shape[2]];
         if rows_of(output.out.shape()) != rows_of(shape.out()) {
             return Err(Error::shape(format!(
-                "the output is {:?} but these q and k give {:?}; pass the q and k that it came from",
+                "the output is {:?} but this q gives {:?}; pass the one that it came from",
                 output.out.shape(),
                 shape.out()
             )));

@@ -79,9 +79,11 @@ impl BlockMask {
         let [batch, heads, q_len, kv_len, block_q, block_kv] = words.array()?;
         let block = [block_q, block_kv];
         let limit = i32::MAX as u32;
-        if batch == 0 || heads == 0 || q_len > limit || kv_len > limit {
+        // Matrices take bytes where there are rows or columns; others could be forged by the billion.
+        let most = if q_len.max(kv_len) == 0 { 1 << 16 } else { limit };
+        if batch == 0 || heads == 0 || batch.saturating_mul(heads) > most || q_len > limit || kv_len > limit {
             return Err(Error::format(format!(
-                "a block mask of batch {batch}, heads {heads}, q_len {q_len}, kv_len {kv_len} must have batch and heads from 1 and lengths below 2^31; write it again"
+                "a block mask of batch {batch}, heads {heads}, q_len {q_len}, kv_len {kv_len} must have 1 to {most} matrices and lengths below 2^31; write it again"
             )));
         }
         if block.iter().any(|side| !(1..=MAX_BLOCK).contains(side)) {
@@ -98,12 +100,6 @@ impl BlockMask {
         }
         let matrices = (batch as usize).checked_mul(heads as usize);
         let [row_count, column_count] = [q_len.div_ceil(block_q), kv_len.div_ceil(block_kv)];
-        // Elsewhere each matrix takes bytes; these could be forged by the billion.
-        if row_count == 0 && column_count == 0 && matrices.is_none_or(|n| n > 1 << 16) {
-            return Err(Error::format(format!(
-                "a block mask of no pairs has batch {batch} and heads {heads} but may have 65536 matrices; write it again"
-            )));
-        }
         let mut lists = |rows: u32, columns: u32| {
             let rows = matrices.and_then(|n| n.checked_mul(rows as usize)).unwrap_or(usize::MAX);
             let [runs, partials] = words.array()?;

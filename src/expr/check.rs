@@ -104,23 +104,16 @@ fn inside(step: &Step, ranges: &[Range], env: &Env<'_>) -> Result<()> {
     for (axis, (arg, dim)) in step.args().iter().zip(env.shape(decl)?).enumerate() {
         let range = ranges[*arg as usize];
         let last = dim - 1;
-        if range.hi < 0.0 || range.lo > last as f64 {
+        // One value for all heads or batch entries is no mistake; fewer than there are is.
+        let each = last > 0 && matches!(step.expr.args()[axis].op(), Op::Input(Input::Head | Input::Batch));
+        if range.hi < 0.0 || range.lo > last as f64 || each && range.hi > last as f64 {
+            let remedy =
+                if each { "give one value for each, or one for all" } else { "it would always be clamped" };
             return Err(Error::capture(
                 &*decl.name,
                 format!(
-                    "index {axis} of {} is {} to {} but must be 0 to {last}; it would always be clamped",
+                    "index {axis} of {} is {} to {} but must be 0 to {last}; {remedy}",
                     step.expr, range.lo, range.hi
-                ),
-            ));
-        }
-        // One value for all is no mistake; fewer than heads or batch entries is.
-        let each = matches!(step.expr.args()[axis].op(), Op::Input(Input::Head | Input::Batch));
-        if each && last > 0 && range.hi > last as f64 {
-            return Err(Error::capture(
-                &*decl.name,
-                format!(
-                    "index {axis} of {} goes to {} but the tensor ends at {last}; give one value for each, or one for all",
-                    step.expr, range.hi
                 ),
             ));
         }

@@ -324,31 +324,30 @@ fn from_given(call: &Forward<'_>, mask: &Arc<BlockMask>, cache: &mut Cache) -> R
 /// Refuses a mask that was built for other positions, lengths, batch entries or heads than the call's.
 fn fits_positions(call: &Forward<'_>, mask: &BlockMask) -> Result<()> {
     let reads = |input| mask.mask_mod().is_some_and(|mask| mask.expr().inputs().contains(input));
-    let lists = [mask.mask_batch(), mask.mask_heads()];
-    let wanted = [call.shape.batch, call.shape.q_heads];
-    for (at, (name, input)) in [("batch", Input::Batch), ("heads", Input::Head)].into_iter().enumerate() {
-        if mask.is_derived() && reads(input) && lists[at] < wanted[at] {
-            return Err(Error::shape(format!(
-                "the block mask has {name} 1 and its mask_mod reads it, but the call has {}; build it for {}",
-                wanted[at], wanted[at]
-            )));
+    let own = mask.is_derived();
+    let (batch, heads) = (mask.mask_batch(), mask.mask_heads());
+    let mut other = None;
+    if own && reads(Input::Batch) && batch < call.shape.batch {
+        other = Some(("batch", batch as i64, call.shape.batch as i64));
+    }
+    if own && reads(Input::Head) && heads < call.shape.q_heads {
+        other = Some(("heads", heads as i64, call.shape.q_heads as i64));
+    }
+    for (b, (&q_offset, &kv_len)) in call.q_offset.iter().zip(call.kv_len).enumerate() {
+        let (offset, len) = (mask.q_offset()[b % batch], mask.kv_lens()[b % batch]);
+        if offset != q_offset && (!own || reads(Input::Q)) {
+            other = Some(("q_offset", offset.into(), q_offset.into()));
+        }
+        if len < kv_len || len != kv_len && reads(Input::KvLen) {
+            other = Some(("kv_len", len.into(), kv_len.into()));
         }
     }
-    for b in 0..call.shape.batch {
-        let (offset, len) = (mask.q_offset()[b % lists[0]], mask.kv_lens()[b % lists[0]]);
-        let (offset_now, len_now) = (call.q_offset[b], call.kv_len[b]);
-        if offset != offset_now && (reads(Input::Q) || !mask.is_derived()) {
-            return Err(Error::shape(format!(
-                "the block mask was built for q_offset {offset} but the call has {offset_now}; build or slice one for that"
-            )));
-        }
-        if len < len_now || len != len_now && reads(Input::KvLen) {
-            return Err(Error::shape(format!(
-                "the block mask was built for kv_len {len} but the call has {len_now}; build one for that"
-            )));
-        }
+    match other {
+        None => Ok(()),
+        Some((name, has, wanted)) => Err(Error::shape(format!(
+            "the block mask was built for {name} {has} but the call has {wanted}; build one for that"
+        ))),
     }
-    Ok(())
 }
 
 fn known(call: &Forward<'_>, mask: &Arc<BlockMask>, cache: &mut Cache) -> Result<Arc<Lists>> {
