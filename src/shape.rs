@@ -254,8 +254,8 @@ impl Layout {
         if self.is_empty() || other.is_empty() || self.offset >= other.end() || other.offset >= self.end() {
             return false;
         }
-        let mut axes = [0, 1, 2, 3].map(|axis| [self.strides[axis], self.shape[axis]]);
-        axes.sort_unstable_by(|a, b| b.cmp(a));
+        let mut axes = [0, 1, 2, 3].map(|axis| (self.strides[axis], self.shape[axis]));
+        axes.sort_unstable();
         // Every row of the other, once where a stride of 0 repeats it.
         let [batch, heads, rows] =
             [0, 1, 2].map(|axis| if other.strides[axis] == 0 { 1 } else { other.shape[axis] });
@@ -310,11 +310,11 @@ impl Layout {
     }
 }
 
-/// Whether any of the places `at` plus multiples of strides, [stride, size] from the largest stride on, is in
-/// a range.
-fn touches(axes: &[[usize; 2]], at: usize, range: Range<usize>) -> bool {
-    let Some((&[stride, size], inner)) = axes.split_first() else { return range.contains(&at) };
-    let reach = 1 + inner.iter().map(|[stride, size]| stride * (size - 1)).sum::<usize>();
+/// Whether any of the places `at` plus multiples of strides, (stride, size) with the largest stride last, is in a
+/// range.
+fn touches(axes: &[(usize, usize)], at: usize, range: Range<usize>) -> bool {
+    let Some((&(stride, size), inner)) = axes.split_last() else { return range.contains(&at) };
+    let reach = 1 + inner.iter().map(|(stride, size)| stride * (size - 1)).sum::<usize>();
     let first = (range.start + 1).saturating_sub(at + reach).div_ceil(stride.max(1));
     (first..size)
         .take_while(|i| at + i * stride < range.end)
