@@ -26,12 +26,14 @@ for (const [index, file] of files.entries()) {
   if (!full && index % every !== 0) continue;
   const golden = file.replace(".safetensors", "");
   const gradients = full || GRADIENTS.includes(golden);
+  // SwiftShader's sin, cos and powers are as exact as Vulkan asks, which is less than f32.
+  const loose = /swiftshader/i.test(best.adapter) && golden.startsWith("builtins") ? 16 : 1;
   const all = tiers.flatMap((tier) => ["f32", "f16", "bf16"].map((dtype) => [tier, dtype]));
   for (const [tier, dtype] of full ? all : [all[(index / every) % all.length]]) {
     const name = `${golden} ${dtype} ${tier.tier}${gradients ? ", gradients" : ""}`;
     let problem = "";
     try {
-      const verdicts = await runGolden(flexattn, tier, new Uint8Array(readFileSync(join(folder, file))), dtype, { gradients });
+      const verdicts = await runGolden(flexattn, tier, new Uint8Array(readFileSync(join(folder, file))), dtype, { gradients, loose });
       problem = verdicts.filter(({ pass }) => !pass).map(({ output, mean, max, budget }) => `${output}: mean ${mean}, max ${max}, budget ${JSON.stringify(budget)}`).join("; ");
     } catch (error) {
       problem = String(error);
