@@ -1,14 +1,17 @@
 //! Runs golden files on every tier of this machine.
 //!
 //! ```text
-//! cargo run --release --example conformance -- DIR [--tier TIER] [--dtype TYPE] [--forward] [--every N] [--json]
+//! cargo run --release --example conformance -- DIR [--tier TIER] [--dtype TYPE] [--forward] [--every N] \
+//!     [--emulate] [--json]
 //! ```
 //!
-//! Every `*.safetensors` file in DIR, on every tier available here (the Metal kernels in the emulator where
-//! clang is installed), in f32, f16 and bf16: forward, and the gradients that the file stores. One line per case
-//! and tier, then how many of these passed and failed. What a tier cannot do is `skipped`, which is neither. Fails
-//! when a case does. --forward leaves the gradients out, which run the same kernels on every WGSL tier;
-//! --every N takes one file of N.
+//! Every `*.safetensors` file in DIR, on every tier available here, in f32, f16 and bf16: forward, and the gradients
+//! that the file stores. One line per case and tier, then how many of these passed and failed. What a tier cannot do
+//! is `skipped`, which is neither. Fails when a case does. --forward leaves the gradients out, which run the same
+//! kernels on every WGSL tier; --every N takes one file of N.
+//!
+//! --emulate adds the Metal kernels, executed on the CPU by the emulator of tests/emulator with both loaders: it
+//! needs clang, and takes more than an hour for tests/goldens. --tier metal does so too where there is no Apple GPU.
 //!
 //! With --json a line per output, and the count on stderr: case, tier, dtype, output, pass (null where skipped, with
 //! the reason as `skipped`), mean_err, max_err, budget.
@@ -24,8 +27,13 @@ use flexattn_testing::Golden;
 use flexattn_testing::conformance::{self, Finding, Verdict};
 use serde_json::json;
 
-const USAGE: &str = "usage: conformance DIR [--tier metal|coop-matrix|subgroup|portable|cpu] \
-                     [--dtype f32|f16|bf16] [--forward] [--every N] [--json]";
+const USAGE: &str = "\
+usage: conformance DIR [--tier metal|coop-matrix|subgroup|portable|cpu] [--dtype f32|f16|bf16]
+                   [--forward] [--every N] [--emulate] [--json]
+  --forward   no gradients
+  --every N   one case of N
+  --emulate   the Metal kernels too, in an emulator on the CPU (needs clang; more than an hour for tests/goldens);
+              --tier metal does so too where there is no Apple GPU";
 
 struct Options {
     dir: PathBuf,
@@ -33,6 +41,7 @@ struct Options {
     dtype: Option<DType>,
     forward: bool,
     every: usize,
+    emulate: bool,
     json: bool,
 }
 
@@ -61,8 +70,8 @@ fn main() -> ExitCode {
 /// Nothing when help was asked for.
 fn options() -> Result<Option<Options>, String> {
     use lexopt::prelude::*;
-    let (mut dir, mut tier, mut dtype, mut forward, mut every, mut json) =
-        (None, None, None, false, 1, false);
+    let (mut dir, mut tier, mut dtype, mut every) = (None, None, None, 1);
+    let (mut forward, mut emulate, mut json) = (false, false, false);
     let mut args = lexopt::Parser::from_env();
     while let Some(arg) = args.next().map_err(|e| e.to_string())? {
         match arg {
@@ -80,13 +89,19 @@ fn options() -> Result<Option<Options>, String> {
             Long("every") => {
                 every = args.value().and_then(|v| v.parse::<usize>()).map_err(|e| e.to_string())?.max(1);
             }
+            Long("emulate") => emulate = true,
             Long("json") => json = true,
             Long("help") | Short('h') => return Ok(None),
             other => return Err(other.unexpected().to_string()),
         }
     }
     let dir = dir.ok_or("DIR is missing: the directory of the golden files, such as tests/goldens")?;
-    Ok(Some(Options { dir, tier, dtype, forward, every, json }))
+    if let (true, Some(tier)) = (emulate, tier.filter(|tier| *tier != Tier::Metal)) {
+        return Err(format!(
+            "--emulate runs the kernels of tier metal, not of {tier}; leave one of the two out"
+        ));
+    }
+    Ok(Some(Options { dir, tier, dtype, forward, every, emulate, json }))
 }
 
 /// Something that runs kernels here.
@@ -124,31 +139,40 @@ impl Machine {
 }
 
 /// The tiers that are here, and why the others are not.
-fn machines(tier: Option<Tier>) -> (Vec<Machine>, Vec<(&'static str, String)>) {
+fn machines(options: &Options) -> (Vec<Machine>, Vec<(&'static str, String)>) {
     let (mut here, mut absent) = (Vec::new(), Vec::new());
-    for wanted in Tier::ALL.into_iter().filter(|wanted| tier.is_none_or(|tier| tier == *wanted)) {
+    for wanted in Tier::ALL.into_iter().filter(|wanted| options.tier.is_none_or(|tier| tier == *wanted)) {
         match Gpu::builder().tier(wanted).build() {
             Ok(gpu) => here.push(Machine::Gpu(gpu)),
             Err(error) => absent.push((wanted.name(), error.to_string())),
         }
-        if wanted == Tier::Metal {
-            for (name, loader) in
-                [("metal-emulated-staged", Loader::Staged), ("metal-emulated-direct", Loader::Direct)]
-            {
-                match Emulator::metal(loader) {
-                    Ok(emulator) => here.push(Machine::Emulator(name, emulator)),
-                    Err(error) => absent.push((name, error.to_string())),
-                }
-            }
+        // Metal asked for by name is emulated where there is nothing else to run it on.
+        let alone = options.tier == Some(Tier::Metal) && here.is_empty();
+        if wanted == Tier::Metal && !options.emulate && !alone {
+            absent.push(("metal-emulated", "it takes more than an hour; --emulate runs it".to_owned()));
+        } else if wanted == Tier::Metal {
+            emulators(&mut here, &mut absent);
         }
     }
     (here, absent)
 }
 
+/// The emulator with each of the loaders.
+fn emulators(here: &mut Vec<Machine>, absent: &mut Vec<(&'static str, String)>) {
+    for (name, loader) in
+        [("metal-emulated-staged", Loader::Staged), ("metal-emulated-direct", Loader::Direct)]
+    {
+        match Emulator::metal(loader) {
+            Ok(emulator) => here.push(Machine::Emulator(name, emulator)),
+            Err(error) => absent.push((name, error.to_string())),
+        }
+    }
+}
+
 /// Whether every case passed.
 fn run(options: &Options) -> Result<bool, String> {
     let files = Golden::files(&options.dir).map_err(|e| e.to_string())?;
-    let (machines, absent) = machines(options.tier);
+    let (machines, absent) = machines(options);
     for (tier, reason) in &absent {
         // Not on stdout with --json: there is no case that this is about.
         if options.json {
@@ -169,8 +193,10 @@ fn run(options: &Options) -> Result<bool, String> {
     }
     let (mut passed, mut failed) = (0, 0);
     let mut count = |good: bool| if good { passed += 1 } else { failed += 1 };
-    for file in files.into_iter().step_by(options.every) {
-        let golden = match Golden::load(&file) {
+    let files: Vec<_> = files.into_iter().step_by(options.every).collect();
+    for (number, file) in files.iter().enumerate() {
+        eprintln!("case {} of {}", number + 1, files.len());
+        let golden = match Golden::load(file) {
             Ok(golden) if options.forward => golden.without_gradients(),
             Ok(golden) => golden,
             Err(problem) => {

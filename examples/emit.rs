@@ -8,9 +8,9 @@
 //! ```
 //!
 //! NAME is that of a prebuilt mask or score mod, with `--params` for its parameters. FILE holds WGSL text;
-//! each tensor that it captures is declared by `--capture`. `--all` writes every row of the kernel table
-//! and every prebuilt mask and score mod, and `manifest.json` beside them: file, entry, label and
-//! workgroup_memory of each.
+//! each tensor that it captures is declared by `--capture`. With `--language msl`, a kernel that exists in WGSL
+//! only is named in a comment and skipped. `--all` writes every row of the kernel table and every prebuilt mask
+//! and score mod, and `manifest.json` beside them: file, entry, label and workgroup_memory of each.
 
 use flexattn::kernels::{Kernel, KernelSpec, Language, Loader, all_specs};
 use flexattn::lower::{Layout, Mods};
@@ -18,6 +18,7 @@ use flexattn::{Capture, DType, MaskMod, Params, ScoreMod, Tier, masks, scores};
 use lexopt::prelude::*;
 use serde_json::json;
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -44,8 +45,29 @@ struct Wanted {
     out: Option<PathBuf>,
 }
 
-fn main() -> Result<(), Failure> {
-    let wanted = arguments()?;
+const USAGE: &str = "\
+usage: emit --language wgsl|wgsl-web|msl --pass forward|decode|backward [--score NAME|FILE] [--mask NAME|FILE]
+            [--params NAME=VALUE,..] [--capture NAME:TYPE:8x64] .. [--head-dim D] [--v-dim D] [--dtype f32|f16|bf16]
+            [--tier portable|subgroup|coop-matrix] [--loader staged|direct]
+       emit --all --language LANGUAGE --out FOLDER";
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(problem) => {
+            eprintln!("{problem}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<(), Failure> {
+    let Some(wanted) = arguments()? else {
+        println!("{USAGE}");
+        println!("score mods: {}", scores::ALL.iter().map(|row| row.name).collect::<Vec<_>>().join(", "));
+        println!("masks: {}", masks::ALL.iter().map(|row| row.name).collect::<Vec<_>>().join(", "));
+        return Ok(());
+    };
     match (&wanted.out, wanted.all) {
         (Some(folder), true) => write_all(wanted.language, folder),
         (None, false) => print(&wanted),
@@ -53,7 +75,8 @@ fn main() -> Result<(), Failure> {
     }
 }
 
-fn arguments() -> Result<Wanted, Failure> {
+/// Nothing when help was asked for.
+fn arguments() -> Result<Option<Wanted>, Failure> {
     let mut wanted = Wanted {
         language: Language::Wgsl,
         pass: "forward".to_owned(),
@@ -85,10 +108,11 @@ fn arguments() -> Result<Wanted, Failure> {
             Long("loader") => wanted.loader = loader_named(&arguments.value()?.string()?)?,
             Long("all") => wanted.all = true,
             Long("out") => wanted.out = Some(PathBuf::from(arguments.value()?)),
-            other => return Err(other.unexpected().into()),
+            Long("help") | Short('h') => return Ok(None),
+            other => return Err(format!("{}\n{USAGE}", other.unexpected()).into()),
         }
     }
-    Ok(wanted)
+    Ok(Some(wanted))
 }
 
 fn language_named(name: &str) -> Result<Language, Failure> {
@@ -166,12 +190,24 @@ fn print(wanted: &Wanted) -> Result<(), Failure> {
             format!("there is no pass {}; there are forward, decode and backward", wanted.pass).into()
         );
     }
+    let mut printed = 0;
     for kernel in kernels {
         let v_dim = wanted.v_dim.unwrap_or(wanted.head_dim);
         let spec = KernelSpec::new(kernel, wanted.dtype, wanted.head_dim, v_dim, FLOOR)?;
         let spec = if evaluates_mods(&spec)? { with_mods(spec, score.as_ref(), mask.as_ref()) } else { spec };
-        let spec = if wanted.language == Language::Msl { spec.on_metal(wanted.loader) } else { spec };
+        let metal = wanted.language == Language::Msl;
+        let spec = if metal { spec.on_metal(wanted.loader) } else { spec };
+        if metal && spec.metal.is_none() {
+            println!("// {}: skipped, there is no MSL of it; `--language wgsl` prints it", spec.label());
+            continue;
+        }
         println!("// {}\n{}", spec.label(), spec.text(wanted.language)?);
+        printed += 1;
+    }
+    if printed == 0 {
+        return Err(
+            format!("no {} kernel of tier {} has MSL; leave --tier out", wanted.pass, wanted.tier).into()
+        );
     }
     Ok(())
 }

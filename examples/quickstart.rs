@@ -20,6 +20,10 @@ use flexattn_testing::problem::Numbers;
 mod baseline;
 
 fn main() -> Result<(), Box<dyn Error>> {
+    if std::env::args().len() > 1 {
+        println!("usage: quickstart (it takes no arguments; doctor says what is here, bench measures)");
+        return Ok(());
+    }
     let gpu = Gpu::new()?;
     println!("Running on {}\n", gpu.report());
     sentences(&gpu, "it", 1)?;

@@ -37,8 +37,12 @@ const BACK: usize = 3;
 const STEPS: usize = 120;
 
 fn main() -> Result<(), Box<dyn Error>> {
-    let gpu = match std::env::args().nth(1) {
-        Some(tier) => Gpu::builder().tier(Tier::from_name(&tier)?).build()?,
+    let gpu = match std::env::args().nth(1).as_deref() {
+        Some("--help" | "-h") => {
+            println!("usage: train [metal|coop-matrix|subgroup|portable|cpu]");
+            return Ok(());
+        }
+        Some(tier) => Gpu::builder().tier(Tier::from_name(tier)?).build()?,
         None => Gpu::new()?,
     };
     println!("Training on {}", gpu.report());

@@ -1,4 +1,130 @@
 //! Attention as a program uses it.
+//!
+//! # Decoding with a cache
+//!
+//! One token at a time over a cache that grows; 4 query heads on 2 kv heads. Nothing is compiled after the first step.
+//!
+//! ```
+//! use flexattn::{Attention, DType, Gpu, masks};
+//!
+//! # fn main() -> flexattn::Result<()> {
+//! let gpu = Gpu::new()?;
+//! let (q_heads, kv_heads, capacity, head_dim) = (4, 2, 16, 8);
+//! let cache_k = gpu.zeros(DType::F32, [1, kv_heads, capacity, head_dim])?;
+//! let cache_v = gpu.zeros(DType::F32, [1, kv_heads, capacity, head_dim])?;
+//! let attention = Attention::new().mask_mod(masks::causal());
+//! for n in 0..5 {
+//!     // The new token's key and value become row n of each kv head.
+//!     cache_k.rows(n, 1)?.write(&vec![0.1f32; kv_heads * head_dim])?;
+//!     cache_v.rows(n, 1)?.write(&vec![n as f32; kv_heads * head_dim])?;
+//!     let q = gpu.tensor(&vec![0.2f32; q_heads * head_dim], [1, q_heads, 1, head_dim])?;
+//!     // The query is at position n, and n + 1 keys count.
+//!     let step = attention.clone().q_offset(n as i32).kv_len(n as u32 + 1);
+//!     let out = step.forward(&gpu, &q, &cache_k, &cache_v)?.out.read()?;
+//!     // All keys are alike here, so out is the mean of the values 0 to n.
+//!     assert!(out.iter().all(|x| (x - n as f32 / 2.0).abs() < 1e-5));
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # The gradient of a captured table
+//!
+//! By the capture's name; each prebuilt score mod says what its own is called.
+//!
+//! ```
+//! use flexattn::{Attention, Gpu, Saved, Wanted, scores};
+//!
+//! # fn main() -> flexattn::Result<()> {
+//! let gpu = Gpu::new()?;
+//! let q = gpu.tensor(&[0.0f32; 4], [1, 1, 1, 4])?;
+//! let k = gpu.tensor(&[0.0f32; 8], [1, 1, 2, 4])?;
+//! let v = gpu.tensor(&[0.0f32, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0], [1, 1, 2, 4])?;
+//! // Biases of the distances -1, 0 and 1.
+//! let attention = Attention::new().score_mod(scores::relative_bias(&[0.0; 3], 1, 1));
+//! let output = attention.forward(&gpu, &q, &k, &v)?;
+//! let dout = gpu.tensor(&[1.0f32; 4], [1, 1, 1, 4])?;
+//! let saved = Saved::new(&q, &k, &v, &output)?;
+//! let gradients = attention.backward(&gpu, &saved, &dout, None, &Wanted::default().capture("table"))?;
+//! // Row 0 weighs both keys by 1/2; the sum of out grows with the bias of key 1 and falls with that of key 0.
+//! let table = gradients.capture("table").unwrap().read()?;
+//! assert!(table.iter().zip([0.0, -1.0, 1.0]).all(|(got, exact)| (got - exact).abs() < 1e-5));
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # On a device and in an encoder of the program's own
+//!
+//! [`Gpu::from_wgpu`](crate::Gpu::from_wgpu) shares the device, [`Tensor::from_buffer`] its buffers, and
+//! [`Attention::record`] submits nothing.
+//!
+//! ```
+//! # #[cfg(feature = "wgpu")]
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! use flexattn::{Attention, DType, Gpu, Tensor, wgpu};
+//!
+//! let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle());
+//! let Ok(adapter) = pollster::block_on(instance.request_adapter(&Default::default())) else {
+//!     return Ok(()); // no GPU here
+//! };
+//! let (device, queue) = pollster::block_on(adapter.request_device(&wgpu::DeviceDescriptor {
+//!     required_features: Gpu::wanted_features(&adapter),
+//!     required_limits: Gpu::wanted_limits(&adapter),
+//!     ..Default::default()
+//! }))?;
+//! let gpu = Gpu::from_wgpu(&adapter, device.clone(), queue.clone())?;
+//!
+//! // One buffer of the program's, used as q, k and v: 1 head, 16 tokens, 8 columns.
+//! let buffer = device.create_buffer(&wgpu::BufferDescriptor {
+//!     label: None,
+//!     size: 16 * 8 * 4,
+//!     usage: wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST,
+//!     mapped_at_creation: false,
+//! });
+//! queue.write_buffer(&buffer, 0, &1.0f32.to_le_bytes().repeat(16 * 8));
+//! let x = Tensor::from_buffer(&gpu, &buffer, DType::F32, 0, [1, 1, 16, 8], [16 * 8, 16 * 8, 8, 1])?;
+//! let out = gpu.zeros(DType::F32, x.shape())?;
+//!
+//! let mut encoder = device.create_command_encoder(&Default::default());
+//! // Passes recorded before this one are done before it, those after it see its result.
+//! Attention::new().record(&gpu, &mut encoder, &x, &x, &x, &out)?;
+//! queue.submit([encoder.finish()]);
+//! assert!(out.read()?.iter().all(|x| (x - 1.0).abs() < 1e-5));
+//! # Ok(())
+//! # }
+//! # #[cfg(not(feature = "wgpu"))]
+//! # fn main() {}
+//! ```
+//!
+//! # Checking a mask and a score mod of one's own
+//!
+//! [`reference::forward`](crate::reference::forward) is the definition in f64, pair by pair.
+//!
+//! ```
+//! use flexattn::reference::{self, Problem};
+//! use flexattn::{Attention, AttentionShape, Gpu, MaskMod, ScoreMod};
+//!
+//! # fn main() -> flexattn::Result<()> {
+//! let mask = MaskMod::new(|i| i.q().ge(i.kv()) & (i.q() - i.kv()).lt(3));
+//! let score = ScoreMod::new(|s| (s.score() / 5.0).tanh() * 5.0);
+//! let data: Vec<f32> = (0..2 * 10 * 8).map(|i| (i % 13) as f32 / 6.0 - 1.0).collect();
+//!
+//! let gpu = Gpu::new()?;
+//! let x = gpu.tensor(&data, [1, 2, 10, 8])?;
+//! let attention = Attention::new().mask_mod(mask.clone()).score_mod(score.clone());
+//! let out = attention.forward(&gpu, &x, &x, &x)?.out.read()?;
+//!
+//! let shape = AttentionShape::new(x.layout(), x.layout(), x.layout())?;
+//! let problem = Problem {
+//!     mask_mod: Some(&mask),
+//!     score_mod: Some(&score),
+//!     ..Problem::new(shape, &data, &data, &data)
+//! };
+//! let exact = reference::forward(&problem)?.out;
+//! assert!(out.iter().zip(exact).all(|(&got, exact)| (f64::from(got) - exact).abs() < 1e-5));
+//! # Ok(())
+//! # }
+//! ```
 
 mod backward;
 mod per_batch;

@@ -12,7 +12,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why a call was refused or failed.
 ///
-/// Bad input never panics; it gives one of these.
+/// Bad input never panics; it gives one of these. `Debug` prints what `Display` does, since it is what Rust
+/// shows of a `main` that gives an error, or of `unwrap`.
 ///
 /// # Example
 ///
@@ -26,7 +27,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// assert!(error.to_string().starts_with("kv_heads is 3 but must divide q_heads = 8"));
 /// # Ok::<(), flexattn::Error>(())
 /// ```
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[derive(Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// Sizes that do not fit together.
@@ -98,10 +99,16 @@ pub enum Error {
     Format(String),
 }
 
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
 /// Where a text stopped being a valid mask or score mod.
 ///
-/// Its `Display` shows the line with a caret under the place.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// Its `Display`, and so its `Debug`, shows the line with a caret under the place.
+#[derive(Clone, PartialEq, Eq)]
 pub struct ParseError {
     /// Value found, rule, remedy; without position.
     pub message: String,
@@ -156,6 +163,12 @@ fn char_boundary(text: &str, at: usize) -> usize {
 impl fmt::Display for ParseError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "line {}, column {}: {}\n{}", self.line, self.column, self.message, self.snippet)
+    }
+}
+
+impl fmt::Debug for ParseError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
     }
 }
 
@@ -326,6 +339,13 @@ mod tests {
         assert_eq!(error.column, 1);
         let empty = ParseError::new("", 5..7, "x");
         assert_eq!((empty.line, empty.column), (1, 1));
+    }
+
+    #[test]
+    fn debug_shows_the_caret_picture_as_lines() {
+        let error = Error::from(ParseError::new("score +", 6..7, "an operand is missing after `+`"));
+        assert_eq!(format!("{error:?}"), error.to_string());
+        assert!(format!("{error:?}").ends_with("\n1 | score +\n  |       ^"));
     }
 
     #[test]

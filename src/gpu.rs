@@ -103,7 +103,7 @@ impl GpuBuilder {
     /// As [`GpuBuilder::build`].
     pub async fn build_async(self) -> Result<Gpu> {
         if self.tier == Some(Tier::Cpu) {
-            return Ok(Gpu::cpu("it was asked for"));
+            return Ok(Gpu::cpu("cpu was asked for", true));
         }
         let instance = wgpu::Instance::new(wgpu::InstanceDescriptor::new_without_display_handle_from_env());
         let adapters = adapters(&instance).await;
@@ -118,17 +118,19 @@ impl GpuBuilder {
         });
         let Some(adapter) = chosen else {
             if self.tier.is_none() && self.adapter.is_none() && !self.software {
-                return Ok(Gpu::cpu(&format!("no GPU adapter was found; {NO_ADAPTER}")));
+                return Ok(Gpu::cpu(&format!("no GPU adapter was found; {NO_ADAPTER}"), false));
             }
             let wanted = match (&self.adapter, self.software) {
                 (Some(name), _) => format!("an adapter named `{name}`"),
                 (None, true) => "a software adapter".to_owned(),
                 (None, false) => format!("an adapter for tier {}", self.tier.unwrap_or(Tier::Portable)),
             };
-            let found = if found.is_empty() { "none at all".to_owned() } else { found };
-            return Err(Error::unsupported(format!(
-                "{wanted} was asked for, but found: {found}; {NO_ADAPTER}"
-            )));
+            let (found, remedy) = match (found.is_empty(), &self.adapter) {
+                (true, _) => ("none at all", NO_ADAPTER),
+                (false, Some(_)) => (&*found, "ask for one of these"),
+                (false, None) => (&*found, NO_ADAPTER),
+            };
+            return Err(Error::unsupported(format!("{wanted} was asked for, but found: {found}; {remedy}")));
         };
         let (device, queue) = request(&adapter).await?;
         Gpu::over(&adapter, device::Device::new(device, queue, true), self.tier).await
@@ -249,7 +251,7 @@ impl Gpu {
         tier: Option<Tier>,
     ) -> Result<Self> {
         if tier == Some(Tier::Cpu) {
-            return Ok(Self::cpu("it was asked for"));
+            return Ok(Self::cpu("cpu was asked for", true));
         }
         Self::over(adapter, device::Device::new(device, queue, false), tier).await
     }
@@ -272,7 +274,7 @@ impl Gpu {
         Ok(Self(Arc::new(Inner { engine: Arc::new(Engine::Wgpu(Box::new(device))), profile, report })))
     }
 
-    fn cpu(reason: &str) -> Self {
+    fn cpu(reason: &str, asked_for: bool) -> Self {
         let cpu = Cpu::new();
         let rungs = Tier::ALL
             .into_iter()
@@ -282,7 +284,7 @@ impl Gpu {
                 Rung { tier, usable, reason: reason.to_owned() }
             })
             .collect();
-        let report = Report { adapter: None, tier: Tier::Cpu, rungs };
+        let report = Report { adapter: None, tier: Tier::Cpu, asked_for, rungs };
         Self(Arc::new(Inner { profile: cpu.profile().clone(), engine: Arc::new(Engine::Cpu(cpu)), report }))
     }
 
@@ -513,6 +515,12 @@ impl Runtime for Gpu {
 #[cfg(all(test, not(target_arch = "wasm32")))]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_forced_cpu_says_that_it_was_asked_for() {
+        let report = Gpu::builder().tier(Tier::Cpu).build().unwrap().report().to_string();
+        assert!(report.starts_with("cpu, as asked for; not metal: cpu was asked for; not "), "{report}");
+    }
 
     #[test]
     fn gpu_and_its_buffers_are_shared_between_threads() {

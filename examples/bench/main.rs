@@ -24,6 +24,7 @@ use flexattn::{Gpu, Tier};
 use lexopt::prelude::*;
 use serde::Serialize;
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 type Failure = Box<dyn std::error::Error>;
 
@@ -75,6 +76,7 @@ struct Found {
 struct Wanted {
     suite: Option<String>,
     tier: Option<Tier>,
+    /// Cases of this length only, in suites that have several.
     len: Option<usize>,
     rounds: Option<usize>,
     json: bool,
@@ -89,13 +91,30 @@ impl Wanted {
 }
 
 const USAGE: &str =
-    "usage: bench --suite NAME [--tier TIER] [--len N] [--rounds N] [--json] [--plot FILE.svg]";
+    "usage: bench --suite NAME [--tier TIER] [--len N] [--rounds N] [--json] [--plot FILE.svg]\nsuites:";
 
-fn main() -> Result<(), Failure> {
-    let wanted = arguments()?;
-    let name = wanted.suite.as_deref().ok_or_else(|| format!("{USAGE}\nsuites: {}", suites::names()))?;
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(problem) => {
+            eprintln!("{problem}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<(), Failure> {
+    let Some(wanted) = arguments()? else {
+        println!("{USAGE}\n{}", suites::help());
+        return Ok(());
+    };
+    let name = wanted
+        .suite
+        .as_deref()
+        .ok_or_else(|| format!("--suite is missing: what to measure\n{USAGE}\n{}", suites::help()))?;
     let suite = suites::find(name)
         .ok_or_else(|| format!("there is no suite {name}; there are {}", suites::names()))?;
+    suite.check(&wanted)?;
     let mut all = Found::default();
     if !wanted.json {
         println!(
@@ -140,7 +159,8 @@ fn main() -> Result<(), Failure> {
     Ok(())
 }
 
-fn arguments() -> Result<Wanted, Failure> {
+/// Nothing when help was asked for.
+fn arguments() -> Result<Option<Wanted>, Failure> {
     let mut wanted = Wanted::default();
     let mut arguments = lexopt::Parser::from_env();
     while let Some(argument) = arguments.next()? {
@@ -151,14 +171,11 @@ fn arguments() -> Result<Wanted, Failure> {
             Long("rounds") => wanted.rounds = Some(arguments.value()?.parse()?),
             Long("json") => wanted.json = true,
             Long("plot") => wanted.plot = Some(arguments.value()?.into()),
-            Long("help") | Short('h') => {
-                println!("{USAGE}\nsuites: {}", suites::names());
-                std::process::exit(0);
-            }
+            Long("help") | Short('h') => return Ok(None),
             other => return Err(other.unexpected().into()),
         }
     }
-    Ok(wanted)
+    Ok(Some(wanted))
 }
 
 /// The tier asked for, else every tier of the best adapter here; the Cpu tier only if asked for or alone.

@@ -12,27 +12,84 @@ use std::time::Instant;
 pub(crate) struct Suite {
     name: &'static str,
     pub(crate) needs_gpu: bool,
+    /// What `--len` may be; nothing where the suite has one length, which is not to be chosen.
+    pub(crate) lengths: &'static [usize],
     /// Takes the machine (where the suite needs one), and how many rounds and which length are wanted.
     pub(crate) run: fn(Option<&Gpu>, &Wanted) -> Result<Found, Failure>,
 }
 
 const SUITES: &[Suite] = &[
-    Suite { name: "dense", needs_gpu: true, run: |gpu, wanted| dense(given(gpu)?, wanted) },
-    Suite { name: "sparse", needs_gpu: true, run: |gpu, wanted| sparse(given(gpu)?, wanted.rounds) },
-    Suite { name: "decode", needs_gpu: true, run: |gpu, wanted| decode(given(gpu)?, wanted) },
+    Suite {
+        name: "dense",
+        needs_gpu: true,
+        lengths: &[256, 512, 1024, 2048, 4096],
+        run: |gpu, wanted| dense(given(gpu)?, wanted),
+    },
+    Suite {
+        name: "sparse",
+        needs_gpu: true,
+        lengths: &[],
+        run: |gpu, wanted| sparse(given(gpu)?, wanted.rounds),
+    },
+    Suite {
+        name: "decode",
+        needs_gpu: true,
+        lengths: DECODE_LENGTHS,
+        run: |gpu, wanted| decode(given(gpu)?, wanted),
+    },
     Suite {
         name: "backward",
         needs_gpu: true,
+        lengths: &[],
         run: |gpu, wanted| crate::backward::run(given(gpu)?, wanted.rounds),
     },
-    Suite { name: "mods", needs_gpu: true, run: |gpu, wanted| mods(given(gpu)?, wanted.rounds) },
+    Suite {
+        name: "mods",
+        needs_gpu: true,
+        lengths: &[],
+        run: |gpu, wanted| mods(given(gpu)?, wanted.rounds),
+    },
     Suite {
         name: "compile",
         needs_gpu: true,
+        lengths: &[],
         run: |gpu, wanted| crate::compile::run(given(gpu)?, wanted.rounds),
     },
-    Suite { name: "blockmask", needs_gpu: false, run: |_, wanted| blockmask(wanted.rounds) },
+    Suite { name: "blockmask", needs_gpu: false, lengths: &[], run: |_, wanted| blockmask(wanted.rounds) },
 ];
+
+/// Keys of the suite `decode`.
+const DECODE_LENGTHS: &[usize] = &[4096, 16_384, 65_536, 131_072];
+
+impl Suite {
+    /// Refuses a `--len` that would leave nothing to measure.
+    pub(crate) fn check(&self, wanted: &Wanted) -> Result<(), Failure> {
+        match wanted.len {
+            Some(len) if self.lengths.is_empty() => {
+                Err(format!("--len is {len} but the suite {} has one length; leave --len out", self.name)
+                    .into())
+            }
+            Some(len) if !self.lengths.contains(&len) => {
+                let lengths = listed(self.lengths);
+                Err(format!("--len is {len} but the suite {} has the lengths {lengths}", self.name).into())
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+fn listed(lengths: &[usize]) -> String {
+    lengths.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
+}
+
+/// The suites and the lengths that they take, a line each.
+pub(crate) fn help() -> String {
+    let line = |suite: &Suite| match suite.lengths {
+        [] => format!("  {}", suite.name),
+        lengths => format!("  {:<10} --len is one of {}", suite.name, listed(lengths)),
+    };
+    SUITES.iter().map(line).collect::<Vec<_>>().join("\n")
+}
 
 fn given(gpu: Option<&Gpu>) -> Result<&Gpu, Failure> {
     gpu.ok_or_else(|| "this suite needs a machine to run on".into())
@@ -182,7 +239,7 @@ fn sparse(gpu: &Gpu, rounds: Option<usize>) -> Result<Found, Failure> {
 /// queries on the same work.
 fn decode(gpu: &Gpu, wanted: &Wanted) -> Result<Found, Failure> {
     let mut found = Found::default();
-    let lengths = [4096, 16_384, 65_536, 131_072].into_iter().filter(|len| wanted.takes(*len));
+    let lengths = DECODE_LENGTHS.iter().copied().filter(|len| wanted.takes(*len));
     for (kv_len, dtype) in lengths.flat_map(|len| {
         let types: &[DType] = if len == 16_384 { &[DType::F32, DType::F16] } else { &[DType::F32] };
         types.iter().map(move |dtype| (len, *dtype))

@@ -138,7 +138,8 @@ pub enum CaptureData {
     U32(Arc<[u32]>),
     /// bool in host memory.
     Bool(Arc<[bool]>),
-    /// Values that only a GPU knows: kernels read them, block masks are built on the GPU.
+    /// Values that only a GPU knows. Kernels read them; a mask that reads them skips no blocks, unless the call is
+    /// given a block mask ([`Attention::block_mask`](crate::Attention::block_mask)).
     Device(DeviceHandle),
 }
 

@@ -21,6 +21,8 @@ pub struct Report {
     pub adapter: Option<AdapterReport>,
     /// The tier in use.
     pub tier: Tier,
+    /// The program asked for this tier; otherwise it is the best that is usable.
+    pub asked_for: bool,
     /// Every tier, best first, with whether it works here and the reason.
     pub rungs: Vec<Rung>,
 }
@@ -62,8 +64,15 @@ impl fmt::Display for Report {
             Some(adapter) => write!(f, "{} on {} ({})", self.tier, adapter.name, adapter.backend)?,
             None => write!(f, "{}", self.tier)?,
         }
+        if self.asked_for {
+            f.write_str(", as asked for")?;
+        }
         for rung in self.rungs.iter().take_while(|rung| rung.tier != self.tier) {
-            write!(f, "; not {}: {}", rung.tier, rung.reason)?;
+            if self.asked_for && rung.usable {
+                write!(f, "; not {}: {} was asked for", rung.tier, self.tier)?;
+            } else {
+                write!(f, "; not {}: {}", rung.tier, rung.reason)?;
+            }
         }
         Ok(())
     }
@@ -195,7 +204,7 @@ pub(super) async fn probe(
         software: described.software,
         limits: limits(&device.device().limits()),
     };
-    Ok((profile, Report { adapter: Some(described), tier, rungs }))
+    Ok((profile, Report { adapter: Some(described), tier, asked_for: forced.is_some(), rungs }))
 }
 
 /// A reason, for or against.
@@ -343,4 +352,24 @@ fn apple_family(device: &wgpu::Device) -> Option<u32> {
 #[cfg(not(target_vendor = "apple"))]
 fn apple_family(_device: &wgpu::Device) -> Option<u32> {
     None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tier_that_was_passed_over_gives_the_request_as_its_reason() {
+        let rung = |tier, usable, reason: &str| Rung { tier, usable, reason: reason.to_owned() };
+        let rungs = vec![
+            rung(Tier::Metal, false, "the backend is Vulkan, not Metal"),
+            rung(Tier::Subgroup, true, "subgroups of 8 lanes"),
+            rung(Tier::Portable, true, "core WGSL"),
+        ];
+        let report = Report { adapter: None, tier: Tier::Portable, asked_for: true, rungs };
+        assert_eq!(
+            report.to_string(),
+            "portable, as asked for; not metal: the backend is Vulkan, not Metal; not subgroup: portable was asked for"
+        );
+    }
 }

@@ -57,7 +57,7 @@ pub(super) const SUITES: &[Suite] = &[
     },
     Suite {
         name: "quickstart",
-        what: "the first example and the training example, with a GPU and without",
+        what: "the first example and the training example, with a GPU and without; the kernel text of the README",
         needs: &[Vulkan],
         apart: false,
         run: |_| quickstart(),
@@ -166,11 +166,34 @@ fn quickstart() -> Outcome {
     let no_driver = "/nonexistent/no_driver.json";
     let without_gpu =
         |name| example(name).env("VK_DRIVER_FILES", no_driver).env("VK_ICD_FILENAMES", no_driver);
-    all([example("quickstart"), without_gpu("quickstart"), example("train"), without_gpu("train")])
+    let ran = all([example("quickstart"), without_gpu("quickstart"), example("train"), without_gpu("train")]);
+    match (ran, readme_emits()) {
+        (Outcome::Passed(counts), Err(problem)) => Outcome::Failed(counts, problem),
+        (ran, _) => ran,
+    }
 }
 
+/// Runs each line of the README that calls the example `emit`, without showing the kernels.
+fn readme_emits() -> Result<(), String> {
+    let readme = std::fs::read_to_string("README.md").map_err(|error| format!("README.md: {error}"))?;
+    let start = "cargo run --release --example emit ";
+    let lines: Vec<&str> = readme.split('`').filter(|text| text.starts_with(start)).collect();
+    if lines.is_empty() {
+        return Err("the README has no line of the example emit".to_owned());
+    }
+    for line in lines {
+        println!("$ {line} > /dev/null");
+        let ended = Program::words(line).run_quietly();
+        if !ended.ok {
+            return Err(format!("{line}: {}", ended.lines.last().map_or("", String::as_str)));
+        }
+    }
+    Ok(())
+}
+
+/// Tiers that are here, and the Metal kernels in the emulator.
 fn conformance(full: bool) -> Outcome {
-    all([everything(example("conformance").arg("tests/goldens"), full)])
+    all([everything(example("conformance").args(["tests/goldens", "--emulate"]), full)])
 }
 
 /// Golden cases, and results that are the same every time, on the unpacked driver. Most of the time is the
