@@ -190,6 +190,8 @@ pub fn prefix_lm(prefix: i32) -> MaskMod {
 
 /// [`prefix_lm`] with a prefix for each batch entry: `kv < prefix[b] | q >= kv`.
 ///
+/// Captures `prefix`, i32 `[batch]`.
+///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};
 ///
@@ -207,6 +209,8 @@ pub fn prefix_lm_per_batch(prefix: &[i32]) -> MaskMod {
 ///
 /// Rows of padding keep nothing, so their output is 0.
 ///
+/// Captures `length`, i32 `[batch]`.
+///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};
 ///
@@ -223,6 +227,8 @@ pub fn padding(lengths: &[i32]) -> MaskMod {
 
 /// A window on both sides, and tokens that see and are seen by everyone:
 /// `|q - kv| <= window | is_global[q] | is_global[kv]`.
+///
+/// Captures `is_global`, bool `[tokens]`.
 ///
 /// Source: Beltagy et al. 2020, "Longformer", section 3.1.
 ///
@@ -313,6 +319,8 @@ pub fn block_diffusion(len: i32, block: i32) -> MaskMod {
 /// A dimension of 1 is shared by all. Indexed with positions: give it no `q_offset` unless `keep` has all
 /// rows. To build a [`BlockMask`](crate::BlockMask) from the tensor at memory speed, use
 /// [`BlockMask::from_dense_mask`](crate::BlockMask::from_dense_mask).
+///
+/// Captures `keep`, bool of `shape`.
 ///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};

@@ -72,6 +72,8 @@ pub fn identity() -> ScoreMod {
 /// of two below, then every second one of the power of two above, as in the paper's own code.
 /// attention-gym uses the first formula for every number of heads.
 ///
+/// Captures `slope`, f32 `[q_heads]`.
+///
 /// Source: Press et al. 2022, "Train Short, Test Long", section 3.
 ///
 /// ```
@@ -99,6 +101,8 @@ pub fn alibi_slopes(q_heads: usize) -> Vec<f32> {
 }
 
 /// [`alibi`] with slopes of your own, one per query head: `score + slope[h] * (kv - q)`.
+///
+/// Captures `slope`, f32 `[q_heads]`.
 ///
 /// ```
 /// let alibi = flexattn::scores::alibi_with_slopes(&[0.5, 0.1]);
@@ -130,6 +134,8 @@ pub fn softcap(cap: f32) -> ScoreMod {
 ///
 /// `table` is `[q_heads, 2 * reach + 1]`, row-major; the ends hold for all distances beyond.
 ///
+/// Captures `table`, of that shape.
+///
 /// Source: Shaw et al. 2018, "Self-Attention with Relative Position Representations", section 3.2 (clipped distances, here
 /// a bias).
 ///
@@ -152,6 +158,8 @@ pub fn relative_bias(table: &[f32], q_heads: usize, reach: i32) -> ScoreMod {
 /// Of `n` buckets for one direction, the first half hold one distance each and the others grow with the logarithm of the
 /// distance up to `max_distance`; the last holds all beyond. If `bidirectional`, the second half of the buckets is for keys
 /// behind the query; else those count as distance 0.
+///
+/// Captures `table`, of that shape.
 ///
 /// Source: Raffel et al. 2020, T5, section 2.1. The bucket adds 0.001 before it truncates, so that rounding cannot move a
 /// distance that lies on an edge.
@@ -190,6 +198,8 @@ pub fn t5_bucket_bias(table: &[f32], q_heads: usize, max_distance: i32, bidirect
 ///
 /// It changes the softmax of no row, but the lse; with a sink or a merge of several calls it counts.
 ///
+/// Captures `head_bias`, f32 `[q_heads]`.
+///
 /// ```
 /// assert_eq!(flexattn::scores::head_bias(&[0.1, 0.2]).captures()[0].name(), "head_bias");
 /// ```
@@ -201,6 +211,8 @@ pub fn head_bias(bias: &[f32]) -> ScoreMod {
 ///
 /// Indexed with positions: give it no `q_offset` unless `bias` has all rows. An entry of minus infinity counts as
 /// masked, but skips no work: use [`masks::dense`](crate::masks::dense) for that.
+///
+/// Captures `bias`, f32 of `shape`.
 ///
 /// ```
 /// let bias = flexattn::scores::dense_bias(&[0.0; 6], [1, 1, 2, 3]);
@@ -267,6 +279,8 @@ pub fn log_n(train_len: i32) -> ScoreMod {
 /// It is the product of two sinusoidal position embeddings of `dim` numbers, summarised as a bias. `reach` is the largest distance told
 /// apart.
 ///
+/// Captures `sandwich`, f32 `[2 * reach + 1]`.
+///
 /// Source: Chi et al. 2023, "Dissecting Transformer Length Extrapolation via the Lens of Receptive Field Analysis", section 5.
 ///
 /// ```
@@ -298,6 +312,8 @@ pub fn sandwich(q_heads: usize, dim: usize, reach: i32) -> ScoreMod {
 }
 
 /// A gate for each query head: `score * sigmoid(gate[h])`.
+///
+/// Captures `gate`, f32 `[q_heads]`.
 ///
 /// ```
 /// assert_eq!(flexattn::scores::head_gate(&[0.0, 1.0]).captures()[0].shape(), [2]);

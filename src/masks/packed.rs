@@ -10,6 +10,8 @@ use std::collections::HashMap;
 /// Ids may be in any order; tokens of one id see each other wherever they are. The mask numbers documents anew, in the
 /// order in which they appear.
 ///
+/// Captures `doc`, i32 `[tokens]`.
+///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};
 ///
@@ -24,6 +26,8 @@ pub fn document(ids: &[i32]) -> MaskMod {
 
 /// [`document`] with ids for each batch entry: `doc[b, q] == doc[b, kv]`, `ids` being `[batch, tokens]`
 /// row-major.
+///
+/// Captures `doc`, i32 `[batch, tokens]`.
 ///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};
@@ -89,6 +93,8 @@ pub fn document_from_offsets(offsets: &[i32]) -> MaskMod {
 /// The same mask as `document_from_offsets(offsets) & causal()` in the form that costs a kernel least:
 /// one interval of keys for each row, and one read.
 ///
+/// Captures `doc_start`, i32 `[tokens + 1]`.
+///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};
 ///
@@ -127,6 +133,8 @@ fn per_token(offsets: &[i32], value: impl Fn(i32, i32) -> i32) -> Result<Vec<i32
 
 /// Keys of an interval for each row: `first[q] <= kv & kv < end[q]`.
 ///
+/// Captures `first` and `end`, i32 `[rows]`.
+///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};
 ///
@@ -150,6 +158,8 @@ pub fn row_interval(first: &[i32], end: &[i32]) -> MaskMod {
 /// Cross attention by intervals, as between text and images: key `kv` belongs to group
 /// `group[kv]`, and group `g` is seen by rows `intervals[g][0]..intervals[g][1]`:
 /// `intervals[group[kv], 0] <= q & q < intervals[group[kv], 1]`.
+///
+/// Captures `group`, i32 `[keys]`, and `interval`, i32 `[groups, 2]`.
 ///
 /// Source: Alayrac et al. 2022, "Flamingo", section 2.3 (text sees the image before it).
 ///
@@ -179,6 +189,8 @@ pub fn interval(group: &[i32], intervals: &[[i32; 2]]) -> MaskMod {
 /// `doc[q] == doc[kv] & q >= kv | prefix_of[doc[q]] == doc[kv]`.
 ///
 /// `prefix_of[d]` is the prefix of document `d`, or -1; ids must be indices into it.
+///
+/// Captures `doc`, i32 `[tokens]`, and `prefix_of`, i32 `[documents]`.
 ///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};
@@ -211,6 +223,8 @@ pub fn shared_prefix(ids: &[i32], prefix_of: &[i32]) -> MaskMod {
 /// `prefix..`, itself and the nodes above it: `kv < prefix | above[q, kv - prefix]`.
 ///
 /// `parents[n]` is the node above `n`, smaller than `n`, or -1 at the root. Rows are nodes: give it no `q_offset`.
+///
+/// Captures `above`, bool `[nodes, nodes]`.
 ///
 /// Source: Miao et al. 2023, "SpecInfer", section 4.2.
 ///
