@@ -3,7 +3,9 @@
 //! Nothing here says how fast a kernel is on a GPU. Where clang is missing the tests say so and stop.
 
 use flexattn::kernels::{Kernel, KernelSpec, Language, Loader, MSL_FILES, MslTile};
-use flexattn::{Attention, Capture, DType, MaskMod, Matrices, Runtime, ScoreMod, Tensor, Tier, masks, scores};
+use flexattn::{
+    Attention, Capture, DType, MaskMod, Matrices, Runtime, ScoreMod, Tensor, Tier, masks, scores,
+};
 use flexattn_emulator::{Bound, Case, Emulator, Kernels, Math, Measurement, Memory, MmaOrder, Options, lint};
 use flexattn_testing::{Budget, Golden};
 
