@@ -3,6 +3,7 @@
 mod derivative;
 #[cfg(feature = "wgpu")]
 mod gpu;
+mod invalid;
 mod lower;
 mod random;
 mod text;

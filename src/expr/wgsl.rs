@@ -170,17 +170,27 @@ fn longest_statement(text: &str) -> Statement {
 }
 
 fn read(text: &str, kind: Kind, captures: &[Capture], scalars: &[Scalar]) -> Result<Expr> {
-    let words = words(text);
+    let pieces = pieces(text);
+    let word = |piece: &str| piece.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_');
+    let words: Vec<(&str, usize)> = pieces.iter().copied().filter(|(piece, _)| word(piece)).collect();
     let has = |name: &str| words.iter().any(|(word, _)| *word == name);
     let defined: Vec<&str> = words.windows(2).filter(|w| w[0].0 == "fn").map(|w| w[1].0).collect();
+    if let Some((at, message)) = misplaced(text, &pieces, has("fn"), has("return")) {
+        return Err(ParseError::new(text, at, message).into());
+    }
     let source = Source::new(text, kind, has("fn"), has("return"));
 
     for name in &defined {
-        if captures.iter().any(|c| c.name() == *name) {
-            let at = words.windows(2).find(|w| w[0].0 == "fn" && w[1].0 == *name).map_or(0, |w| w[1].1);
-            let message = format!("{name} is the name of a captured tensor; name the function otherwise");
-            return Err(ParseError::new(text, at..at + name.len(), message).into());
-        }
+        let what = if captures.iter().any(|c| c.name() == *name) {
+            "captured tensor"
+        } else if ["f32", "i32", "u32", "bool"].contains(name) {
+            "type"
+        } else {
+            continue;
+        };
+        let at = words.windows(2).find(|w| w[0].0 == "fn" && w[1].0 == *name).map_or(0, |w| w[1].1);
+        let message = format!("{name} is the name of a {what}; name the function otherwise");
+        return Err(ParseError::new(text, at..at + name.len(), message).into());
     }
     let module = {
         let mut full = source.full.clone();
@@ -202,8 +212,17 @@ fn read(text: &str, kind: Kind, captures: &[Capture], scalars: &[Scalar]) -> Res
                 let expected = message.split(", found").next().unwrap_or(&message);
                 message = format!("the text ends too early: {expected}");
             }
-            if let Some(capture) = captures.iter().find(|capture| indexed(&words, text, capture.name())) {
+            let at = full.get(span.clone()).unwrap_or("");
+            if kind == Kind::Mask && at == "score" {
+                message.push_str("; masks cannot read the score");
+            }
+            if let Some(capture) = captures.iter().find(|capture| capture.name() == at) {
                 let _ = write!(message, "; captured tensors are read as {}", call(capture));
+            }
+            for (word, operator) in [("and", "&&"), ("or", "||"), ("not", "!")] {
+                if has(word) && !defined.contains(&word) {
+                    let _ = write!(message, "; write `{operator}` for `{word}`");
+                }
             }
             source.error(span, message)
         })?
@@ -219,10 +238,35 @@ fn read(text: &str, kind: Kind, captures: &[Capture], scalars: &[Scalar]) -> Res
     Ok(expr)
 }
 
-/// Whether `name[` stands in the text.
-fn indexed(words: &[(&str, usize)], text: &str, name: &str) -> bool {
-    words.iter().any(|&(word, at)| word == name && text[at + word.len()..].trim_start().starts_with('['))
+/// What naga would not see, or would blame on what stands around the text.
+fn misplaced(
+    text: &str,
+    pieces: &[(&str, usize)],
+    is_module: bool,
+    is_body: bool,
+) -> Option<(Range<usize>, &'static str)> {
+    if text.starts_with('\u{feff}') {
+        return Some((0..3, "this is a byte order mark; remove it"));
+    }
+    let mut open = 0;
+    for (i, &(piece, at)) in pieces.iter().enumerate() {
+        let message = match piece {
+            "/*" => "this comment does not end; add `*/`",
+            _ if is_module => continue,
+            "let" | "var" | "{" if !is_body => STATEMENT,
+            ";" if !is_body && i + 1 < pieces.len() => STATEMENT,
+            "}" if open == 0 => "this closes nothing; remove it",
+            _ => {
+                open += i32::from(piece == "{") - i32::from(piece == "}");
+                continue;
+            }
+        };
+        return Some((at..at + piece.len(), message));
+    }
+    None
 }
+
+const STATEMENT: &str = "a text of statements needs a `return`";
 
 /// How a captured tensor is read.
 fn call(capture: &Capture) -> String {
@@ -296,18 +340,12 @@ fn prelude(full: &mut String, defined: &[&str], captures: &[Capture], scalars: &
     }
 }
 
-/// The identifiers, keywords and numbers of a text with their positions, comments left out.
-fn words(text: &str) -> Vec<(&str, usize)> {
-    let word = |piece: &str| piece.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_');
-    pieces(text).into_iter().filter(|(piece, _)| word(piece)).collect()
-}
-
-/// The words of a text, and the characters of operators, braces and semicolons, with their positions, comments
-/// left out.
+/// The identifiers, keywords and numbers of a text, and the characters of operators, braces and semicolons, with
+/// their positions. Comments are left out; of one that does not end there is the beginning.
 fn pieces(text: &str) -> Vec<(&str, usize)> {
     let bytes = text.as_bytes();
     let mut pieces = Vec::new();
-    let (mut i, mut nested) = (0, 0);
+    let (mut i, mut nested, mut comment) = (0, 0, 0);
     let in_word = |b: &u8| b.is_ascii_alphanumeric() || *b == b'_';
     let operator = |b: &u8| b"+-*/%&|^<>=!~".contains(b);
     while i < bytes.len() {
@@ -315,6 +353,9 @@ fn pieces(text: &str) -> Vec<(&str, usize)> {
         let run =
             |of: &dyn Fn(&u8) -> bool| bytes[i..].iter().position(|b| !of(b)).map_or(bytes.len(), |n| i + n);
         if two == b"/*" {
+            if nested == 0 {
+                comment = i;
+            }
             nested += 1;
             i += 2;
         } else if nested > 0 && two == b"*/" {
@@ -323,7 +364,9 @@ fn pieces(text: &str) -> Vec<(&str, usize)> {
         } else if nested > 0 {
             i += 1;
         } else if two == b"//" {
-            i += bytes[i..].iter().position(|b| *b == b'\n').unwrap_or(bytes.len() - i);
+            // What ends a line in WGSL.
+            let end = |c| matches!(c, '\n'..='\r' | '\u{85}' | '\u{2028}' | '\u{2029}');
+            i += text[i..].find(end).unwrap_or(bytes.len() - i);
         } else if in_word(&bytes[i]) {
             let end = run(&in_word);
             pieces.push((&text[i..end], i));
@@ -334,6 +377,9 @@ fn pieces(text: &str) -> Vec<(&str, usize)> {
         } else {
             i += 1;
         }
+    }
+    if nested > 0 {
+        pieces.push((&text[comment..comment + 2], comment));
     }
     pieces
 }

@@ -57,6 +57,9 @@ pub(super) fn run(
         let message = format!("{name} has another signature than `{}`", source.kind.signature());
         return Err(run.error(span, message));
     }
+    for (_, function) in module.functions.iter() {
+        run.places(&function.body, Exits { breaks: false, continues: false, returns: true })?;
+    }
     let args = inputs.iter().map(|i| Expr::input(*i)).collect();
     match run.call(function, args, span)? {
         Some(expr) => Ok(expr),
@@ -106,8 +109,19 @@ struct State {
     ended: bool,
 }
 
+/// What may leave a block.
+#[derive(Clone, Copy)]
+struct Exits {
+    breaks: bool,
+    continues: bool,
+    returns: bool,
+}
+
 /// Functions inside of functions, of which each takes room on the thread's stack.
 const MAX_CALLS: usize = 64;
+
+/// Of `break`, `continue` and `return`.
+const OUTSIDE: &str = "this stands outside of a loop's body; move it into one";
 
 /// Longer loops do not fit the limit of operations.
 const MAX_LOOP: usize = 1500;
@@ -176,16 +190,8 @@ impl Run<'_> {
     }
 
     fn call_at(&mut self, function: &Function, args: Vec<Expr>, span: Span) -> Result<Option<Expr>> {
-        let result = match &function.result {
-            Some(result) => Some(self.expect_ty(result.ty, span)?),
-            None => None,
-        };
-        for (arg, declared) in args.iter().zip(&function.arguments) {
-            let ty = self.expect_ty(declared.ty, span)?;
-            if arg.ty() != ty {
-                let name = declared.name.as_deref().unwrap_or("an argument");
-                return Err(self.error(span, format!("{name} is {ty} but gets {}", arg.ty())));
-            }
+        if let Some(result) = &function.result {
+            self.expect_ty(result.ty, span)?;
         }
         let mut state = State { locals: HashMap::new(), ended: false };
         let mut frame = Frame {
@@ -207,27 +213,86 @@ impl Run<'_> {
             state.locals.insert(variable, start);
         }
         self.block(&mut frame, &mut state, &function.body, &Expr::constant(true))?;
-        let Some(ty) = result else { return Ok(None) };
-        let name = function.name.as_deref().unwrap_or("the function");
-        if !state.ended {
-            return Err(self.error(span, format!("{name} does not return a value on every path")));
+        if function.result.is_none() {
+            return Ok(None);
         }
         let mut returns = frame.returns.into_iter().rev();
-        let Some((_, mut value)) = returns.next() else {
-            return Err(self.error(span, format!("{name} never returns")));
+        let (true, Some((_, mut value))) = (state.ended, returns.next()) else {
+            let name = function.name.as_deref().unwrap_or("the function");
+            return Err(self.error(span, format!("{name} does not return a value on every path")));
         };
         for (condition, earlier) in returns {
             value = self.new_expr(Op::Select, &[condition, earlier, value], span)?;
         }
-        if value.ty() != ty {
-            let message = if name == self.source.kind.name() {
-                format!("a {name} must be {ty}, but this is {}", value.ty())
-            } else {
-                format!("{name} returns {} but is declared {ty}", value.ty())
-            };
-            return Err(self.error(span, message));
-        }
         Ok(Some(value))
+    }
+
+    /// Refuses arguments that are not those that a function declares.
+    fn fits(&self, function: &Function, args: &[Expr], span: Span) -> Result<()> {
+        let (given, declared) = (args.len(), function.arguments.len());
+        let name = function.name.as_deref().unwrap_or("");
+        if given != declared {
+            return Err(self.error(span, format!("{name} has {declared} parameters but gets {given}")));
+        }
+        for (arg, declared) in args.iter().zip(&function.arguments) {
+            let ty = self.expect_ty(declared.ty, span)?;
+            if arg.ty() != ty {
+                let parameter = declared.name.as_deref().unwrap_or("");
+                let message = format!("{parameter} of {name} is {ty} but gets {}", arg.ty());
+                return Err(self.error(span, message));
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses what leaves a place that WGSL lets nothing leave, and switches that do not say what happens.
+    fn places(&self, block: &Block, exits: Exits) -> Result<()> {
+        for (statement, span) in block.span_iter() {
+            let message = match statement {
+                Statement::Block(block) => {
+                    self.places(block, exits)?;
+                    continue;
+                }
+                Statement::If { accept, reject, .. } => {
+                    self.places(accept, exits)?;
+                    self.places(reject, exits)?;
+                    continue;
+                }
+                Statement::Loop { body, continuing, .. } => {
+                    self.places(body, Exits { breaks: true, continues: true, ..exits })?;
+                    self.places(continuing, Exits { breaks: false, continues: false, returns: false })?;
+                    continue;
+                }
+                Statement::Switch { cases, .. } => {
+                    for case in cases {
+                        self.places(&case.body, Exits { breaks: true, ..exits })?;
+                    }
+                    let among = |cases: &[SwitchCase], value| cases.iter().any(|case| case.value == value);
+                    if cases.iter().enumerate().any(|(i, case)| among(&cases[..i], case.value)) {
+                        "this switch has a case twice; remove one"
+                    } else if among(cases, SwitchValue::Default) {
+                        continue;
+                    } else {
+                        "this switch has no default; add `default: {}`"
+                    }
+                }
+                Statement::Break if !exits.breaks => OUTSIDE,
+                Statement::Continue if !exits.continues => OUTSIDE,
+                Statement::Return { .. } if !exits.returns => OUTSIDE,
+                _ => continue,
+            };
+            return Err(self.error(*span, message));
+        }
+        Ok(())
+    }
+
+    /// Refuses what is bool where it must not be, or the other way round.
+    fn logical(&self, a: &Expr, logical: bool, span: Span) -> Result<()> {
+        if (a.ty() == Type::Bool) == logical {
+            return Ok(());
+        }
+        let message = format!("this is {}; `!`, `any` and `all` take bool, `~` and bitcast do not", a.ty());
+        Err(self.error(span, message))
     }
 
     fn and(&self, a: &Expr, b: &Expr, span: Span) -> Result<Expr> {
@@ -261,7 +326,7 @@ impl Run<'_> {
         let list = if step { frame.continues.last_mut() } else { frame.breaks.last_mut() };
         match list {
             Some(list) => list.push(exit),
-            None => return Err(self.error(span, "this stands outside of a loop")),
+            None => return Err(self.error(span, OUTSIDE)),
         }
         state.ended = true;
         Ok(())
@@ -359,15 +424,20 @@ impl Run<'_> {
             Statement::Return { value } => {
                 let reached = self.reached(frame, path, span)?;
                 let condition = self.and(&frame.base, &reached, span)?;
-                match value {
-                    Some(value) => {
-                        let value = self.value(frame, state, *value)?;
-                        frame.returns.push((condition, value));
-                        state.ended = true;
-                    }
-                    // naga adds this where a function ends without a return.
-                    None => state.ended = frame.function.result.is_none(),
+                let value = value.map(|value| self.value(frame, state, value)).transpose()?;
+                let found = value.as_ref().map(Expr::ty);
+                let declared = frame.function.result.as_ref().and_then(|result| self.ty(result.ty));
+                // naga adds one without a place where a function ends without a return.
+                if found != declared && span.is_defined() {
+                    let name = frame.function.name.as_deref().unwrap_or("");
+                    let a = if name == self.source.kind.name() { "a " } else { "" };
+                    let [found, declared] =
+                        [found, declared].map(|ty| ty.map_or("nothing".into(), |ty| ty.to_string()));
+                    let message = format!("{a}{name} must be {declared}, but this is {found}");
+                    return Err(self.error(span, message));
                 }
+                state.ended = found == declared;
+                frame.returns.extend(value.map(|value| (condition, value)));
             }
             Statement::Store { pointer, value } => {
                 let value = self.value(frame, state, *value)?;
@@ -602,15 +672,29 @@ impl Run<'_> {
             Expression::Override(_) => return self.refuse(span, "an override", "use a named scalar"),
             Expression::Unary { op, expr } => {
                 let a = self.value(frame, state, *expr)?;
-                let op = match op {
-                    UnaryOperator::Negate => Op::Neg,
-                    UnaryOperator::LogicalNot | UnaryOperator::BitwiseNot => Op::Not,
+                let op = if *op == UnaryOperator::Negate {
+                    Op::Neg
+                } else {
+                    self.logical(&a, *op == UnaryOperator::LogicalNot, span)?;
+                    Op::Not
                 };
                 self.new_expr(op, &[a], span)?
             }
             Expression::Binary { op, left, right } => {
                 let a = self.value(frame, state, *left)?;
                 let b = self.value(frame, state, *right)?;
+                let by = &function.expressions[*right];
+                if matches!(by, Expression::Literal(_) | Expression::Constant(_) | Expression::ZeroValue(_)) {
+                    use BinaryOperator::{Divide, Modulo, ShiftLeft, ShiftRight};
+                    let wrong = match b.as_constant() {
+                        Some(Value::I32(0) | Value::U32(0)) => matches!(op, Divide | Modulo),
+                        Some(Value::U32(32..)) => matches!(op, ShiftLeft | ShiftRight),
+                        _ => false,
+                    };
+                    if wrong {
+                        return Err(self.error(span, "nothing can be divided by 0 or shifted by 32 or more"));
+                    }
+                }
                 self.binary(*op, a, b, span)?
             }
             Expression::Select { condition, accept, reject } => {
@@ -620,7 +704,11 @@ impl Run<'_> {
                 self.new_expr(Op::Select, &[condition, yes, no], span)?
             }
             Expression::Relational { fun, argument } => match fun {
-                RelationalFunction::All | RelationalFunction::Any => self.value(frame, state, *argument)?,
+                RelationalFunction::All | RelationalFunction::Any => {
+                    let a = self.value(frame, state, *argument)?;
+                    self.logical(&a, true, span)?;
+                    a
+                }
                 RelationalFunction::IsNan | RelationalFunction::IsInf => {
                     return self.refuse(
                         span,
@@ -733,6 +821,7 @@ impl Run<'_> {
         if let Some(decl) = self.captures.iter().find(|c| &*c.name == name) {
             return self.new_expr(Op::Gather(decl.clone()), args, span).map(Some);
         }
+        self.fits(callee, args, span)?;
         // A function of the text may have the name of one of ours, and then it is meant.
         let declared = FUNCTIONS.iter().any(|(function, _)| *function == name);
         let own = declared && self.is_prelude(callee);
@@ -790,11 +879,14 @@ impl Run<'_> {
     }
 
     fn convert(&self, a: Expr, kind: ScalarKind, width: Option<u8>, span: Span) -> Result<Expr> {
+        if width.is_none() {
+            self.logical(&a, false, span)?;
+        }
         let op = match (kind, width) {
             (ScalarKind::Float, Some(4)) => Op::ToF32,
             (ScalarKind::Sint, Some(4)) => Op::ToI32,
             (ScalarKind::Uint, Some(4)) => Op::ToU32,
-            (ScalarKind::Bool, _) => Op::ToBool,
+            (ScalarKind::Bool, Some(_)) => Op::ToBool,
             // bitcast
             (ScalarKind::Float, None) if a.ty() == Type::F32 => return Ok(a),
             (ScalarKind::Sint, None) if a.ty() == Type::I32 => return Ok(a),
