@@ -4,12 +4,15 @@
 //! `return` is remembered with the condition under which it is reached; at the end of a function the earliest one
 //! that is reached wins. Loops run step by step until their condition is constant and false.
 
+mod operations;
+mod rules;
+
 use std::collections::HashMap;
 use std::ops::Range;
 
 use naga::{
-    BinaryOperator, Block, Expression, Function, Handle, Literal, LocalVariable, MathFunction, Module,
-    RelationalFunction, ScalarKind, Span, Statement, SwitchCase, SwitchValue, TypeInner, UnaryOperator,
+    BinaryOperator, Block, Expression, Function, Handle, Literal, LocalVariable, Module, RelationalFunction,
+    ScalarKind, Span, Statement, SwitchCase, SwitchValue, TypeInner, UnaryOperator,
 };
 
 use super::{FUNCTIONS, Kind, Source};
@@ -17,6 +20,7 @@ use crate::error::{Error, Result};
 use crate::expr::capture::{Capture, CaptureDecl, Scalar, ScalarDecl};
 use crate::expr::value::{Type, Value};
 use crate::expr::{Expr, Input, Op};
+use rules::{Exits, OUTSIDE};
 
 /// More statements than any text needs that stays within the limit of operations.
 const MAX_STEPS: usize = 200_000;
@@ -109,19 +113,8 @@ struct State {
     ended: bool,
 }
 
-/// What may leave a block.
-#[derive(Clone, Copy)]
-struct Exits {
-    breaks: bool,
-    continues: bool,
-    returns: bool,
-}
-
 /// Functions inside of functions, of which each takes room on the thread's stack.
 const MAX_CALLS: usize = 64;
-
-/// Of `break`, `continue` and `return`.
-const OUTSIDE: &str = "this stands outside of a loop's body; move it into one";
 
 /// Longer loops do not fit the limit of operations.
 const MAX_LOOP: usize = 1500;
@@ -225,74 +218,6 @@ impl Run<'_> {
             value = self.new_expr(Op::Select, &[condition, earlier, value], span)?;
         }
         Ok(Some(value))
-    }
-
-    /// Refuses arguments that are not those that a function declares.
-    fn fits(&self, function: &Function, args: &[Expr], span: Span) -> Result<()> {
-        let (given, declared) = (args.len(), function.arguments.len());
-        let name = function.name.as_deref().unwrap_or("");
-        if given != declared {
-            return Err(self.error(span, format!("{name} has {declared} parameters but gets {given}")));
-        }
-        for (arg, declared) in args.iter().zip(&function.arguments) {
-            let ty = self.expect_ty(declared.ty, span)?;
-            if arg.ty() != ty {
-                let parameter = declared.name.as_deref().unwrap_or("");
-                let message = format!("{parameter} of {name} is {ty} but gets {}", arg.ty());
-                return Err(self.error(span, message));
-            }
-        }
-        Ok(())
-    }
-
-    /// Refuses what leaves a place that WGSL lets nothing leave, and switches that do not say what happens.
-    fn places(&self, block: &Block, exits: Exits) -> Result<()> {
-        for (statement, span) in block.span_iter() {
-            let message = match statement {
-                Statement::Block(block) => {
-                    self.places(block, exits)?;
-                    continue;
-                }
-                Statement::If { accept, reject, .. } => {
-                    self.places(accept, exits)?;
-                    self.places(reject, exits)?;
-                    continue;
-                }
-                Statement::Loop { body, continuing, .. } => {
-                    self.places(body, Exits { breaks: true, continues: true, ..exits })?;
-                    self.places(continuing, Exits { breaks: false, continues: false, returns: false })?;
-                    continue;
-                }
-                Statement::Switch { cases, .. } => {
-                    for case in cases {
-                        self.places(&case.body, Exits { breaks: true, ..exits })?;
-                    }
-                    let among = |cases: &[SwitchCase], value| cases.iter().any(|case| case.value == value);
-                    if cases.iter().enumerate().any(|(i, case)| among(&cases[..i], case.value)) {
-                        "this switch has a case twice; remove one"
-                    } else if among(cases, SwitchValue::Default) {
-                        continue;
-                    } else {
-                        "this switch has no default; add `default: {}`"
-                    }
-                }
-                Statement::Break if !exits.breaks => OUTSIDE,
-                Statement::Continue if !exits.continues => OUTSIDE,
-                Statement::Return { .. } if !exits.returns => OUTSIDE,
-                _ => continue,
-            };
-            return Err(self.error(*span, message));
-        }
-        Ok(())
-    }
-
-    /// Refuses what is bool where it must not be, or the other way round.
-    fn logical(&self, a: &Expr, logical: bool, span: Span) -> Result<()> {
-        if (a.ty() == Type::Bool) == logical {
-            return Ok(());
-        }
-        let message = format!("this is {}; `!`, `any` and `all` take bool, `~` and bitcast do not", a.ty());
-        Err(self.error(span, message))
     }
 
     fn and(&self, a: &Expr, b: &Expr, span: Span) -> Result<Expr> {
@@ -847,125 +772,5 @@ impl Run<'_> {
         let range: Range<usize> =
             found.and_then(|(handle, _)| self.module.functions.get_span(handle).to_range()).unwrap_or(0..0);
         range.start >= self.source.full.len()
-    }
-
-    fn binary(&self, op: BinaryOperator, a: Expr, b: Expr, span: Span) -> Result<Expr> {
-        let op = match op {
-            BinaryOperator::Add => Op::Add,
-            BinaryOperator::Subtract => Op::Sub,
-            BinaryOperator::Multiply => Op::Mul,
-            BinaryOperator::Divide => Op::Div,
-            BinaryOperator::Modulo if a.ty() == Type::F32 && b.ty() == Type::F32 => {
-                // x - y * trunc(x / y)
-                let quotient = self.new_expr(Op::Div, &[a.clone(), b.clone()], span)?;
-                let whole = self.new_expr(Op::Trunc, &[quotient], span)?;
-                let product = self.new_expr(Op::Mul, &[b, whole], span)?;
-                return self.new_expr(Op::Sub, &[a, product], span);
-            }
-            BinaryOperator::Modulo => Op::Rem,
-            BinaryOperator::Equal => Op::Eq,
-            BinaryOperator::NotEqual => Op::Ne,
-            BinaryOperator::Less => Op::Lt,
-            BinaryOperator::LessEqual => Op::Le,
-            BinaryOperator::Greater => Op::Gt,
-            BinaryOperator::GreaterEqual => Op::Ge,
-            BinaryOperator::And | BinaryOperator::LogicalAnd => Op::And,
-            BinaryOperator::ExclusiveOr => Op::Xor,
-            BinaryOperator::InclusiveOr | BinaryOperator::LogicalOr => Op::Or,
-            BinaryOperator::ShiftLeft => Op::Shl,
-            BinaryOperator::ShiftRight => Op::Shr,
-        };
-        self.new_expr(op, &[a, b], span)
-    }
-
-    fn convert(&self, a: Expr, kind: ScalarKind, width: Option<u8>, span: Span) -> Result<Expr> {
-        if width.is_none() {
-            self.logical(&a, false, span)?;
-        }
-        let op = match (kind, width) {
-            (ScalarKind::Float, Some(4)) => Op::ToF32,
-            (ScalarKind::Sint, Some(4)) => Op::ToI32,
-            (ScalarKind::Uint, Some(4)) => Op::ToU32,
-            (ScalarKind::Bool, Some(_)) => Op::ToBool,
-            // bitcast
-            (ScalarKind::Float, None) if a.ty() == Type::F32 => return Ok(a),
-            (ScalarKind::Sint, None) if a.ty() == Type::I32 => return Ok(a),
-            (ScalarKind::Uint, None) if a.ty() == Type::U32 => return Ok(a),
-            (ScalarKind::Float, None) => Op::BitsToF32,
-            (ScalarKind::Sint, None) if a.ty() == Type::F32 => Op::BitsToI32,
-            (ScalarKind::Uint, None) if a.ty() == Type::F32 => Op::BitsToU32,
-            (ScalarKind::Sint, None) => Op::ToI32,
-            (ScalarKind::Uint, None) => Op::ToU32,
-            _ => return self.refuse(span, "a conversion to this type", "use f32, i32, u32 or bool"),
-        };
-        self.new_expr(op, &[a], span)
-    }
-
-    fn math(&self, fun: MathFunction, args: &[Expr], span: Span) -> Result<Expr> {
-        let constant = |x: f32| Expr::constant(x);
-        let op = match fun {
-            MathFunction::Abs => Op::Abs,
-            MathFunction::Min => Op::Min,
-            MathFunction::Max => Op::Max,
-            MathFunction::Clamp => Op::Clamp,
-            MathFunction::Cos => Op::Cos,
-            MathFunction::Sin => Op::Sin,
-            MathFunction::Tan => Op::Tan,
-            MathFunction::Tanh => Op::Tanh,
-            MathFunction::Ceil => Op::Ceil,
-            MathFunction::Floor => Op::Floor,
-            MathFunction::Round => Op::Round,
-            MathFunction::Fract => Op::Fract,
-            MathFunction::Trunc => Op::Trunc,
-            MathFunction::Exp => Op::Exp,
-            MathFunction::Exp2 => Op::Exp2,
-            MathFunction::Log => Op::Log,
-            MathFunction::Log2 => Op::Log2,
-            MathFunction::Pow => Op::Pow,
-            MathFunction::Sign => Op::Sign,
-            MathFunction::Sqrt => Op::Sqrt,
-            MathFunction::CountOneBits => Op::CountOneBits,
-            MathFunction::Saturate => {
-                return self.new_expr(Op::Clamp, &[args[0].clone(), constant(0.0), constant(1.0)], span);
-            }
-            MathFunction::InverseSqrt => {
-                let root = self.new_expr(Op::Sqrt, args, span)?;
-                return self.new_expr(Op::Div, &[constant(1.0), root], span);
-            }
-            MathFunction::Radians => {
-                return self.new_expr(
-                    Op::Mul,
-                    &[args[0].clone(), constant(std::f32::consts::PI / 180.0)],
-                    span,
-                );
-            }
-            MathFunction::Degrees => {
-                return self.new_expr(
-                    Op::Mul,
-                    &[args[0].clone(), constant(180.0 / std::f32::consts::PI)],
-                    span,
-                );
-            }
-            MathFunction::Fma => {
-                let product = self.new_expr(Op::Mul, &args[..2], span)?;
-                return self.new_expr(Op::Add, &[product, args[2].clone()], span);
-            }
-            MathFunction::Mix => {
-                // a * (1 - t) + b * t
-                let rest = self.new_expr(Op::Sub, &[constant(1.0), args[2].clone()], span)?;
-                let a = self.new_expr(Op::Mul, &[args[0].clone(), rest], span)?;
-                let b = self.new_expr(Op::Mul, &[args[1].clone(), args[2].clone()], span)?;
-                return self.new_expr(Op::Add, &[a, b], span);
-            }
-            MathFunction::Step => {
-                let reached = self.new_expr(Op::Le, args, span)?;
-                return self.new_expr(Op::Select, &[reached, constant(1.0), constant(0.0)], span);
-            }
-            _ => {
-                let name = format!("the function {fun:?}").to_lowercase();
-                return self.refuse(span, &name, "write it with the functions that are, or capture a table");
-            }
-        };
-        self.new_expr(op, args, span)
     }
 }
