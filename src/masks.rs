@@ -6,7 +6,8 @@
 //!
 //! Positions: `q` and `kv` are token positions, `q` with the call's `q_offset`, so that
 //! `causal()` and the windows are right in decoding too. Lists captured by a mask are indexed with
-//! positions and clamped: a list that is too short repeats its last value.
+//! positions and clamped: a list that is too short repeats its last value. Each function says what its captures are
+//! called: [`Attention::with_capture`](crate::Attention::with_capture) gives them new values.
 //!
 //! ```
 //! use flexattn::{BlockMask, BlockShape, masks};

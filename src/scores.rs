@@ -4,7 +4,8 @@
 //! in the score mod and reported by [`ScoreMod::check`], which every operation calls; nothing panics.
 //!
 //! `score` is `dot(q, k) * scale`, in natural units, before the softmax. Tensors that a score mod captures
-//! (slopes, tables, gates) can be learnt: the backward pass gives their gradients.
+//! (slopes, tables, gates) can be learnt: the backward pass gives their gradients, by the name that each function says
+//! here ([`Wanted::capture`](crate::Wanted::capture)).
 //!
 //! ```
 //! use flexattn::scores;

@@ -94,11 +94,16 @@ modification!(MaskMod);
 impl MaskMod {
     /// A mask from a closure that says whether a position is kept.
     ///
+    /// The closure runs once and builds an expression, so comparisons are methods (`eq`, `ne`, `lt`, `le`, `gt`, `ge`)
+    /// and `&`, `|` and `!` combine their results; Rust's `==`, `<`, `&&` and `if` do not apply.
+    ///
     /// ```
     /// use flexattn::MaskMod;
     ///
     /// let causal = MaskMod::new(|i| i.q().ge(i.kv()));
     /// assert_eq!(causal.expr().to_string(), "q >= kv");
+    /// let window = MaskMod::new(|i| i.q().ge(i.kv()) & !(i.q() - i.kv()).ge(256) | i.kv().eq(0));
+    /// assert!(window.check().is_ok());
     /// ```
     pub fn new(f: impl FnOnce(&Index) -> Bool) -> MaskMod {
         MaskMod(f(&Index::new()).term().clone())

@@ -94,7 +94,7 @@ pub enum Op {
     Min,
     /// The larger (f32, i32, u32).
     Max,
-    /// a to the b for a >= 0 (f32).
+    /// a to the b (f32); of a < 0 it has a value where b is whole.
     Pow,
     /// Both (bool), bitwise (i32, u32).
     And,

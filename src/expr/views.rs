@@ -380,7 +380,7 @@ methods!(F32 {
     log() -> F32 = Op::Log;
     /// Logarithm to base 2.
     log2() -> F32 = Op::Log2;
-    /// self to the exponent, for self >= 0.
+    /// self to the exponent. Of self < 0: `|self|^exponent` with the sign that a whole exponent gives it, NaN for any other.
     pow(exponent) -> F32 = Op::Pow;
     /// Sine, in radians.
     sin() -> F32 = Op::Sin;

@@ -72,6 +72,8 @@ fn numbered(ids: &[i32]) -> Vec<i32> {
 /// [`document`] from the offsets at which documents begin, with the end of the last: document `d` is
 /// `offsets[d]..offsets[d + 1]`. Tokens behind the last offset are one more document.
 ///
+/// Captures `doc`, i32 `[tokens + 1]`.
+///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};
 ///
