@@ -52,13 +52,7 @@ usage: emit --language wgsl|wgsl-web|msl --pass forward|decode|backward [--score
        emit --all --language LANGUAGE --out FOLDER";
 
 fn main() -> ExitCode {
-    match run() {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(problem) => {
-            eprintln!("{problem}");
-            ExitCode::FAILURE
-        }
-    }
+    flexattn_testing::ended(run())
 }
 
 fn run() -> Result<(), Failure> {

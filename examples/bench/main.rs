@@ -94,13 +94,7 @@ const USAGE: &str =
     "usage: bench --suite NAME [--tier TIER] [--len N] [--rounds N] [--json] [--plot FILE.svg]\nsuites:";
 
 fn main() -> ExitCode {
-    match run() {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(problem) => {
-            eprintln!("{problem}");
-            ExitCode::FAILURE
-        }
-    }
+    flexattn_testing::ended(run())
 }
 
 fn run() -> Result<(), Failure> {

@@ -14,3 +14,14 @@ pub mod problem;
 
 pub use budget::{Budget, Comparison};
 pub use golden::{Array, Golden, GoldenError};
+
+/// How an example ends: with what went wrong as lines on stderr, where `main` would show a text as Rust writes it.
+pub fn ended(run: Result<(), Box<dyn std::error::Error>>) -> std::process::ExitCode {
+    match run {
+        Ok(()) => std::process::ExitCode::SUCCESS,
+        Err(problem) => {
+            eprintln!("{problem}");
+            std::process::ExitCode::FAILURE
+        }
+    }
+}
