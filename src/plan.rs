@@ -318,12 +318,8 @@ pub fn forward(call: &Forward<'_>, profile: &Profile, cache: &Cache) -> Result<P
     })?;
 
     let grid = split::Grid { heads: shape.q_heads, group: shape.group(), rows: shape.q_len, tile: tile_q };
-    let most_blocks =
-        if lists.longest(false) > most_blocks(profile, spec.kernel, [shape.head_dim, shape.v_dim]) {
-            most_blocks(profile, spec.kernel, [shape.head_dim, shape.v_dim])
-        } else {
-            u32::MAX
-        };
+    let most = most_blocks(profile, spec.kernel, [shape.head_dim, shape.v_dim]);
+    let most_blocks = if lists.longest(false) > most { most } else { u32::MAX };
     let cutter = split::Cutter { call, profile, grid, groups, work, may_range: true, most_blocks };
     let mut passes = Vec::new();
     let mut merge = None;

@@ -274,7 +274,7 @@ impl BlockMask {
 }
 
 /// Whether a mask reads an index of which [batch entries, heads] only one has lists.
-pub(super) fn told_apart(mask_mod: &MaskMod, lists: [usize; 2]) -> bool {
+fn told_apart(mask_mod: &MaskMod, lists: [usize; 2]) -> bool {
     let inputs = mask_mod.expr().inputs();
     [Input::Batch, Input::Head]
         .into_iter()

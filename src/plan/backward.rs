@@ -2,7 +2,7 @@
 //! own, so that every sum has one owner.
 
 use super::lists::{Lists, Part};
-use super::parts::{Bindings, Limits, Over, Target};
+use super::parts::{Bindings, Bounds, Over, Target};
 use super::{Cache, Constant, Forward, Operand, Pass, Plan, Slot, Source, SpecKey, captures, fold, lists};
 use crate::error::{Error, Result};
 use crate::expr::ScoreMod;
@@ -382,12 +382,12 @@ impl Passes<'_> {
             return Ok(());
         }
         let shape = &self.bindings.back.call.shape;
-        let limits = Limits {
+        let bounds = Bounds {
             work: Plan::budget(self.bindings.profile),
             most: super::most_blocks(self.bindings.profile, kernel, [shape.head_dim, shape.v_dim]),
             longest: self.lists.longest(!over.owns_queries()),
         };
-        for piece in self.bindings.pieces(over, target, &grid, groups, work, limits)? {
+        for piece in self.bindings.pieces(over, target, &grid, groups, work, bounds)? {
             let (tables, base) = self.tables(over, piece.part)?;
             let folded =
                 fold(piece.groups.end - piece.groups.start, self.bindings.profile.limits.workgroups)?;

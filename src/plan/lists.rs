@@ -324,30 +324,26 @@ fn from_given(call: &Forward<'_>, mask: &Arc<BlockMask>, cache: &mut Cache) -> R
 /// Refuses a mask that was built for other positions, lengths, batch entries or heads than the call's.
 fn fits_positions(call: &Forward<'_>, mask: &BlockMask) -> Result<()> {
     let reads = |input| mask.mask_mod().is_some_and(|mask| mask.expr().inputs().contains(input));
-    let own = mask.is_derived();
-    let (batch, heads) = (mask.mask_batch(), mask.mask_heads());
-    let mut other = None;
-    if own && reads(Input::Batch) && batch < call.shape.batch {
-        other = Some(("batch", batch as i64, call.shape.batch as i64));
-    }
-    if own && reads(Input::Head) && heads < call.shape.q_heads {
-        other = Some(("heads", heads as i64, call.shape.q_heads as i64));
-    }
-    for (b, (&q_offset, &kv_len)) in call.q_offset.iter().zip(call.kv_len).enumerate() {
-        let (offset, len) = (mask.q_offset()[b % batch], mask.kv_lens()[b % batch]);
-        if offset != q_offset && (!own || reads(Input::Q)) {
-            other = Some(("q_offset", offset.into(), q_offset.into()));
-        }
-        if len < kv_len || len != kv_len && reads(Input::KvLen) {
-            other = Some(("kv_len", len.into(), kv_len.into()));
-        }
-    }
-    match other {
-        None => Ok(()),
-        Some((name, has, wanted)) => Err(Error::shape(format!(
+    let same = |name: &str, has: i64, wanted: i64, good: bool| match good {
+        true => Ok(()),
+        false => Err(Error::shape(format!(
             "the block mask was built for {name} {has} but the call has {wanted}; build one for that"
         ))),
+    };
+    let own = mask.is_derived();
+    for (name, input, has, wanted) in [
+        ("batch", Input::Batch, mask.mask_batch(), call.shape.batch),
+        ("heads", Input::Head, mask.mask_heads(), call.shape.q_heads),
+    ] {
+        same(name, has as i64, wanted as i64, has >= wanted || !own || !reads(input))?;
     }
+    for (b, (&q_offset, &kv_len)) in call.q_offset.iter().zip(call.kv_len).enumerate() {
+        let entry = b % mask.mask_batch();
+        let (offset, len) = (mask.q_offset()[entry], mask.kv_lens()[entry]);
+        same("q_offset", offset.into(), q_offset.into(), offset == q_offset || own && !reads(Input::Q))?;
+        same("kv_len", len.into(), kv_len.into(), len == kv_len || len > kv_len && !reads(Input::KvLen))?;
+    }
+    Ok(())
 }
 
 fn known(call: &Forward<'_>, mask: &Arc<BlockMask>, cache: &mut Cache) -> Result<Arc<Lists>> {

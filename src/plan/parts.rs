@@ -74,7 +74,7 @@ pub(super) struct Bindings<'a> {
 
 /// What a launch may be.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Limits {
+pub(super) struct Bounds {
     /// Multiply-adds.
     pub(super) work: f64,
     /// Blocks that one workgroup goes through.
@@ -247,7 +247,7 @@ impl Bindings<'_> {
     }
 
     /// Blocks that a workgroup goes through in a launch over this part.
-    fn steps(&self, over: Over, part: &Part, limits: Limits) -> u32 {
+    fn steps(&self, over: Over, part: &Part, bounds: Bounds) -> u32 {
         let (entries, heads, blocks) = (part.entries.len(), part.heads.len(), part.blocks.len());
         let lists = match over {
             Over::Nothing | Over::Rows => 0,
@@ -255,7 +255,7 @@ impl Bindings<'_> {
             Over::QueriesOfAllHeads => entries * heads,
             Over::Keys => heads.min(self.shape().group()) * if self.shared() { entries } else { 1 },
         };
-        lists.saturating_mul(blocks.min(limits.longest as usize)).try_into().unwrap_or(u32::MAX)
+        lists.saturating_mul(blocks.min(bounds.longest as usize)).try_into().unwrap_or(u32::MAX)
     }
 
     /// The whole buffer where it fits, or the window of these elements.
@@ -282,13 +282,13 @@ impl Bindings<'_> {
         grid: &Grid,
         groups: u32,
         work: f64,
-        limits: Limits,
+        bounds: Bounds,
     ) -> Result<Vec<Piece>> {
-        let budget = limits.work;
+        let budget = bounds.work;
         let extent = grid.extent(0, groups);
         let touched = self.touched(over, &extent);
         if let (true, Ok(bound)) =
-            (self.steps(over, &touched, limits) <= limits.most, self.bind(over, target, &extent, &touched))
+            (self.steps(over, &touched, bounds) <= bounds.most, self.bind(over, target, &extent, &touched))
         {
             let each = groups.div_ceil(((work / budget).ceil() as u32).clamp(1, groups));
             let piece = |first: u32| Piece {
@@ -300,7 +300,7 @@ impl Bindings<'_> {
             };
             return Ok((0..groups).step_by(each as usize).map(piece).collect());
         }
-        let cut = Cut { bindings: self, over, target, grid, work: work / f64::from(groups), limits };
+        let cut = Cut { bindings: self, over, target, grid, work: work / f64::from(groups), bounds };
         let mut pieces = Vec::new();
         cut.cut(0, groups, &mut pieces)?;
         Ok(pieces)
@@ -315,7 +315,7 @@ struct Cut<'a> {
     grid: &'a Grid,
     /// Multiply-adds of one workgroup.
     work: f64,
-    limits: Limits,
+    bounds: Bounds,
 }
 
 impl Cut<'_> {
@@ -323,7 +323,7 @@ impl Cut<'_> {
         let extent = self.grid.extent(first, end);
         let touched = self.bindings.touched(self.over, &extent);
         let mut parts = Vec::new();
-        let short = self.bindings.steps(self.over, &touched, self.limits) <= self.limits.most;
+        let short = self.bindings.steps(self.over, &touched, self.bounds) <= self.bounds.most;
         let bound = if self.grid.one_head(first, end) {
             self.parts(&extent, touched.clone(), &mut parts)
         } else {
@@ -334,7 +334,7 @@ impl Cut<'_> {
         let middle = self.grid.middle(first, end);
         match (bound, middle) {
             (Ok(()), None) => {}
-            (Ok(()), Some(_)) if work <= self.limits.work && (short || self.grid.one_head(first, end)) => {}
+            (Ok(()), Some(_)) if work <= self.bounds.work && (short || self.grid.one_head(first, end)) => {}
             (_, Some(middle)) => {
                 self.cut(first, middle, pieces)?;
                 return self.cut(middle, end, pieces);
@@ -354,7 +354,7 @@ impl Cut<'_> {
 
     /// The parts of what is gone through that fit.
     fn parts(&self, extent: &Extent, part: Part, parts: &mut Vec<(Part, Bound)>) -> Result<()> {
-        let long = self.bindings.steps(self.over, &part, self.limits) > self.limits.most;
+        let long = self.bindings.steps(self.over, &part, self.bounds) > self.bounds.most;
         let both = halves(&part, self.bindings.shape().group() as u32);
         match (self.bindings.bind(self.over, self.target, extent, &part), both) {
             (Ok(bound), None) => parts.push((part, bound)),
