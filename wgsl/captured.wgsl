@@ -188,21 +188,24 @@ fn columns(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocatio
   }
 }
 
+// Goes through the sums from first_group to groups, counted over terms: those of rows, then those of columns.
 @compute @workgroup_size(64)
 fn scatter(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) local: u32) {
   let owner = workgroup.x * 64u + local;
-  for (var t = 0u; t < ROW_TERMS; t += 1u) {
-    for (var r = 0u; r < p.batch * p.q_heads * p.q_len; r += 1u) {
+  let rows_each = p.batch * p.q_heads * p.q_len;
+  let columns_each = p.batch * p.q_heads * p.kv_len;
+  for (var sum = p.first_group; sum < p.groups; sum += 1u) {
+    var at = 0u;
+    if (sum < ROW_TERMS * rows_each) {
+      let r = sum % rows_each;
       let b = r / (p.q_heads * p.q_len);
-      let at = row_element(t, i32(b), i32((r / p.q_len) % p.q_heads), i32(r % p.q_len) + q_offset_of(b));
-      if (at % OWNERS == owner) { add_owned(at, bitcast<f32>(atomicLoad(&gradients[row_sum_at(t, r)]))); }
-    }
-  }
-  for (var t = 0u; t < COLUMN_TERMS; t += 1u) {
-    for (var c = 0u; c < p.batch * p.q_heads * p.kv_len; c += 1u) {
+      at = row_element(sum / rows_each, i32(b), i32((r / p.q_len) % p.q_heads), i32(r % p.q_len) + q_offset_of(b));
+    } else {
+      let column = sum - ROW_TERMS * rows_each;
+      let c = column % columns_each;
       let b = c / (p.q_heads * p.kv_len);
-      let at = column_element(t, i32(b), i32((c / p.kv_len) % p.q_heads), i32(c % p.kv_len));
-      if (at % OWNERS == owner) { add_owned(at, bitcast<f32>(atomicLoad(&gradients[column_sum_at(t, c)]))); }
+      at = column_element(column / columns_each, i32(b), i32((c / p.kv_len) % p.q_heads), i32(c % p.kv_len));
     }
+    if (at % OWNERS == owner) { add_owned(at, bitcast<f32>(atomicLoad(&gradients[p.capture_at + sum]))); }
   }
 }

@@ -2,7 +2,7 @@
 //! own, so that every sum has one owner.
 
 use super::lists::{Lists, Part};
-use super::parts::{Bindings, Bounds, Over, Target};
+use super::parts::{Bindings, Bounds, Over, Piece, Target};
 use super::{Cache, Constant, Forward, Operand, Pass, Plan, Slot, Source, SpecKey, captures, fold, lists};
 use crate::error::{Error, Result};
 use crate::expr::ScoreMod;
@@ -238,7 +238,7 @@ pub fn backward(back: &Backward<'_>, profile: &Profile, cache: &Cache) -> Result
         let sums = counts.rows * rows + counts.columns * shape.batch * shape.q_heads * shape.kv_len;
         if sums > 0 {
             let over = Over::Nothing;
-            builder.add(&Launch { kernel: Kernel::CapturedScatter, over, ..launch }, sums as f64)?;
+            builder.scatter(&Launch { kernel: Kernel::CapturedScatter, over, ..launch }, sums)?;
         }
         captured.elements += sums;
     }
@@ -315,6 +315,12 @@ fn fit(what: &str, bytes: u64, profile: &Profile) -> Result<()> {
     })
 }
 
+/// Sums that one launch of [`Kernel::CapturedScatter`] goes through, each invocation through all of them:
+/// a quarter of the steps after which lavapipe ends a loop, or well under 0.5 s of a GPU.
+fn most_sums(profile: &Profile) -> u32 {
+    if profile.software { 1 << 14 } else { 1 << 20 }
+}
+
 /// A kernel, and what it is launched over.
 #[derive(Clone, Copy)]
 struct Launch<'a> {
@@ -368,10 +374,10 @@ impl Passes<'_> {
 
     /// The launches of a kernel, each of what a binding holds and within the budget of a submit.
     fn add(&mut self, launch: &Launch<'_>, work: f64) -> Result<()> {
-        let &Launch { kernel, over, target, capture_at, .. } = launch;
+        let &Launch { kernel, over, target, .. } = launch;
         let spec = self.spec(launch)?;
         let grid = self.bindings.grid(over, spec.tile_q());
-        let groups = if kernel == Kernel::CapturedScatter { 4 } else { self.bindings.groups(over, &grid) };
+        let groups = self.bindings.groups(over, &grid);
         let groups = u32::try_from(groups).map_err(|_| {
             Error::overflow(format!(
                 "the {} kernel needs {groups} workgroups but they are counted in u32; split the call by batch",
@@ -388,30 +394,57 @@ impl Passes<'_> {
             longest: self.lists.longest(!over.owns_queries()),
         };
         for piece in self.bindings.pieces(over, target, &grid, groups, work, bounds)? {
-            let (tables, base) = self.tables(over, piece.part)?;
             let folded =
                 fold(piece.groups.end - piece.groups.start, self.bindings.profile.limits.workgroups)?;
-            let params = Params {
-                first_group: piece.groups.start,
-                groups: piece.groups.end,
-                fold: folded[0],
-                capture_at,
-                accumulate: piece.accumulate.into(),
-                ..piece.bound.params(base, over)
-            };
-            let mut bytes = bytemuck::bytes_of(&params).to_vec();
-            bytes.extend_from_slice(bytemuck::cast_slice(&self.info));
-            let common =
-                [Slot::whole(Source::Stats), Slot::whole(Source::Constant(tables)), self.captured.clone()];
-            let slots = piece.bound.inputs.into_iter().chain(common).chain([piece.bound.target]).collect();
-            self.passes.push(Pass {
-                spec: spec.clone(),
-                slots,
-                params: bytes,
-                grid: folded,
-                work: piece.work,
-            });
+            self.push(launch, &spec, piece, folded)?;
         }
+        Ok(())
+    }
+
+    /// The launches that add `sums` sums of rows and columns to the elements of captured tensors, one after
+    /// the other: each element has one owner, which goes through all sums of a launch.
+    fn scatter(&mut self, launch: &Launch<'_>, sums: usize) -> Result<()> {
+        /// Workgroups, whose invocations own the elements.
+        const GROUPS: u32 = 4;
+        let sums = u32::try_from(sums).map_err(|_| {
+            Error::overflow(format!(
+                "the gradients of captured tensors need {sums} sums of rows and columns but they are counted in u32; split the call by batch"
+            ))
+        })?;
+        let spec = self.spec(launch)?;
+        let bound = self.bindings.unbound(launch.target)?;
+        let most = most_sums(self.bindings.profile);
+        for first in (0..sums).step_by(most as usize) {
+            let groups = first..first.saturating_add(most).min(sums);
+            let work = f64::from(groups.end - groups.start);
+            let piece = Piece { groups, part: None, accumulate: false, work, bound: bound.clone() };
+            self.push(launch, &spec, piece, [GROUPS, 1, 1])?;
+        }
+        Ok(())
+    }
+
+    fn push(
+        &mut self,
+        launch: &Launch<'_>,
+        spec: &Arc<KernelSpec>,
+        piece: Piece,
+        grid: [u32; 3],
+    ) -> Result<()> {
+        let (tables, base) = self.tables(launch.over, piece.part)?;
+        let params = Params {
+            first_group: piece.groups.start,
+            groups: piece.groups.end,
+            fold: grid[0],
+            capture_at: launch.capture_at,
+            accumulate: piece.accumulate.into(),
+            ..piece.bound.params(base, launch.over)
+        };
+        let mut bytes = bytemuck::bytes_of(&params).to_vec();
+        bytes.extend_from_slice(bytemuck::cast_slice(&self.info));
+        let common =
+            [Slot::whole(Source::Stats), Slot::whole(Source::Constant(tables)), self.captured.clone()];
+        let slots = piece.bound.inputs.into_iter().chain(common).chain([piece.bound.target]).collect();
+        self.passes.push(Pass { spec: spec.clone(), slots, params: bytes, grid, work: piece.work });
         Ok(())
     }
 

@@ -246,6 +246,12 @@ impl Bindings<'_> {
         Ok(Bound { inputs, target, params })
     }
 
+    /// The bindings of a launch that reads no tensor of the call.
+    pub(super) fn unbound(&self, target: Target) -> Result<Bound> {
+        let extent = self.grid(Over::Nothing, 1).extent(0, 1);
+        self.bind(Over::Nothing, target, &extent, &self.touched(Over::Nothing, &extent))
+    }
+
     /// Blocks that a workgroup goes through in a launch over this part.
     fn steps(&self, over: Over, part: &Part, bounds: Bounds) -> u32 {
         let (entries, heads, blocks) = (part.entries.len(), part.heads.len(), part.blocks.len());

@@ -495,11 +495,19 @@ fn long_lengths_are_right_where_a_driver_ends_loops_early() {
     let Ok(gpu) = Gpu::builder().tier(Tier::Portable).build() else { return };
     let cpu = Gpu::builder().tier(Tier::Cpu).build().unwrap();
     let score = every_pattern(1, [1, 8192]);
+    // More sums of rows, and of columns, than the steps of one loop.
+    let many = 5 * 16_384;
+    let sums = Case {
+        score: Some(every_pattern(5, [many / 5, many / 5])),
+        mask: Some(masks::sliding_window(8)),
+        ..Case::new(sizes([1, 5, 5], [many / 5, many / 5], [8, 8]))
+    };
     let long = |q_len, kv_len, dim| Case::new(sizes([1, 1, 1], [q_len, kv_len], [dim, dim]));
     let cases = [
         (long(1, 65_536, 16), &PATTERNS[..0]),
         (long(8192, 2, 128), &PATTERNS[..0]),
         (Case { score: Some(score), sinks: vec![1.0], ..long(1, 8192, 128) }, &PATTERNS[..]),
+        (sums, &PATTERNS[..]),
     ];
     for (case, captures) in cases {
         let run = |on: &Gpu| {
@@ -514,7 +522,8 @@ fn long_lengths_are_right_where_a_driver_ends_loops_early() {
             all.map(|tensor| tensor.read().unwrap()).collect::<Vec<_>>()
         };
         for (n, (got, expected)) in run(&gpu).iter().zip(&run(&cpu)).enumerate() {
-            let largest = expected.iter().fold(1e-3, |m: f32, x| m.max(x.abs()));
+            // A bias of rows changes nothing: its gradient is what rounding leaves.
+            let largest = expected.iter().fold(5e-2, |m: f32, x| m.max(x.abs()));
             let worst = got.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
             assert!(
                 worst <= 1e-4 * largest + 1e-6,
