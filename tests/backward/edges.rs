@@ -492,44 +492,50 @@ fn one_query_row_of_each_batch_entry_over_shared_keys_has_its_gradients() {
 #[test]
 fn long_lengths_are_right_where_a_driver_ends_loops_early() {
     // lavapipe ends an invocation's loops after 65,535 steps.
-    let Ok(gpu) = Gpu::builder().tier(Tier::Portable).build() else { return };
     let cpu = Gpu::builder().tier(Tier::Cpu).build().unwrap();
-    let score = every_pattern(1, [1, 8192]);
-    // More sums of rows, and of columns, than the steps of one loop.
-    let many = 5 * 16_384;
-    let sums = Case {
-        score: Some(every_pattern(5, [many / 5, many / 5])),
-        mask: Some(masks::sliding_window(8)),
-        ..Case::new(sizes([1, 5, 5], [many / 5, many / 5], [8, 8]))
-    };
     let long = |q_len, kv_len, dim| Case::new(sizes([1, 1, 1], [q_len, kv_len], [dim, dim]));
-    let cases = [
-        (long(1, 65_536, 16), &PATTERNS[..0]),
-        (long(8192, 2, 128), &PATTERNS[..0]),
-        (Case { score: Some(score), sinks: vec![1.0], ..long(1, 8192, 128) }, &PATTERNS[..]),
-        (sums, &PATTERNS[..]),
-    ];
-    for (case, captures) in cases {
-        let run = |on: &Gpu| {
-            let [q, k, v, dout] = case.tensors(on);
-            let attention = case.attention().with_splits(false);
-            let output = attention.forward(on, &q, &k, &v).unwrap();
-            let saved = Saved::new(&q, &k, &v, &output).unwrap();
-            let wanted = captures.iter().fold(Wanted::qkv(), |wanted, name| wanted.capture(*name));
-            let found = attention.backward(on, &saved, &dout, None, &wanted).unwrap();
-            let own = [Some(output.out), found.dq, found.dk, found.dv].into_iter().flatten();
-            let all = own.chain(found.captures.into_iter().map(|(_, tensor)| tensor));
-            all.map(|tensor| tensor.read().unwrap()).collect::<Vec<_>>()
+    for tier in [Tier::Portable, Tier::Subgroup] {
+        let Ok(gpu) = Gpu::builder().tier(tier).build() else { continue };
+        let score = every_pattern(1, [1, 8192]);
+        // More sums of rows, and of columns, than the steps of one loop.
+        let many = 5 * 16_384;
+        let sums = Case {
+            score: Some(every_pattern(5, [many / 5, many / 5])),
+            mask: Some(masks::sliding_window(8)),
+            ..Case::new(sizes([1, 5, 5], [many / 5, many / 5], [8, 8]))
         };
-        for (n, (got, expected)) in run(&gpu).iter().zip(&run(&cpu)).enumerate() {
-            // A bias of rows changes nothing: its gradient is what rounding leaves.
-            let largest = expected.iter().fold(5e-2, |m: f32, x| m.max(x.abs()));
-            let worst = got.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-            assert!(
-                worst <= 1e-4 * largest + 1e-6,
-                "{:?}, result {n}: {worst} of {largest}",
-                case.inputs.sizes
-            );
+        let cases = [
+            (long(1, 65_536, 16), &PATTERNS[..0]),
+            (long(1, 131_072, 64), &PATTERNS[..0]),
+            (long(131_072, 2, 64), &PATTERNS[..0]),
+            (long(8192, 2, 128), &PATTERNS[..0]),
+            (long(65_536, 2, 256), &PATTERNS[..0]),
+            (Case { score: Some(score), sinks: vec![1.0], ..long(1, 8192, 128) }, &PATTERNS[..]),
+            (sums, &PATTERNS[..]),
+        ];
+        for (case, captures) in cases {
+            let run = |on: &Gpu| {
+                let [q, k, v, dout] = case.tensors(on);
+                let attention = case.attention().with_splits(false);
+                let output = attention.forward(on, &q, &k, &v).unwrap();
+                let saved = Saved::new(&q, &k, &v, &output).unwrap();
+                let wanted = captures.iter().fold(Wanted::qkv(), |wanted, name| wanted.capture(*name));
+                let found = attention.backward(on, &saved, &dout, None, &wanted).unwrap();
+                let own = [Some(output.out), found.dq, found.dk, found.dv].into_iter().flatten();
+                let all = own.chain(found.captures.into_iter().map(|(_, tensor)| tensor));
+                all.map(|tensor| tensor.read().unwrap()).collect::<Vec<_>>()
+            };
+            for (n, (got, expected)) in run(&gpu).iter().zip(&run(&cpu)).enumerate() {
+                // A bias of rows changes nothing: its gradient is what rounding leaves.
+                let floor = if n < 4 { 0.0 } else { 5e-2 };
+                let largest = expected.iter().fold(floor, |m: f32, x| m.max(x.abs()));
+                let worst = got.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                assert!(
+                    worst <= 1e-4 * largest + 1e-8,
+                    "{tier} {:?}, result {n}: {worst} of {largest}",
+                    case.inputs.sizes
+                );
+            }
         }
     }
 }
