@@ -196,7 +196,7 @@ fn conformance(full: bool) -> Outcome {
     all([everything(example("conformance").args(["tests/goldens", "--emulate"]), full)])
 }
 
-/// Golden cases, and results that are the same every time, on the unpacked driver. Most of the time is the
+/// Golden cases with their gradients, and results that are the same every time, on the unpacked driver. Most of the time is the
 /// driver's compilation of each case, so a plain run takes one case of three.
 fn coopmatrix(full: bool) -> Outcome {
     let build = Program::words("cargo build --release --quiet --example conformance").run();
@@ -205,7 +205,7 @@ fn coopmatrix(full: bool) -> Outcome {
     }
     let program = crate::target_folder().join("release/examples/conformance");
     let every = if full { "1" } else { "3" };
-    let arguments = format!("tests/goldens --tier coop-matrix --dtype f16 --forward --every {every}");
+    let arguments = format!("tests/goldens --tier coop-matrix --dtype f16 --every {every}");
     let runner = format!("target.'cfg(all())'.runner = '{}'", Driver::Mesa26.runner().display());
     all([
         Program::new(Driver::Mesa26.runner()).arg(program).args(arguments.split(' ')),
