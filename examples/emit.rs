@@ -12,6 +12,7 @@
 //! only is named in a comment and skipped. `--all` writes every row of the kernel table and every prebuilt mask
 //! and score mod, and `manifest.json` beside them: file, entry, label and workgroup_memory of each.
 
+use flexattn::expr::text_reads;
 use flexattn::kernels::{Kernel, KernelSpec, Language, Loader, all_specs};
 use flexattn::lower::{Layout, Mods};
 use flexattn::{Capture, DType, MaskMod, Params, ScoreMod, Tier, masks, scores};
@@ -43,6 +44,13 @@ struct Wanted {
     loader: Loader,
     all: bool,
     out: Option<PathBuf>,
+}
+
+impl Wanted {
+    /// Those that a text reads: the mask and the score mod may each read some.
+    fn captures_of(&self, text: &str) -> Vec<Capture> {
+        self.captures.iter().filter(|capture| text_reads(text, capture.name())).cloned().collect()
+    }
 }
 
 const USAGE: &str = "\
@@ -156,13 +164,13 @@ fn declared(text: &str) -> Result<Capture, Failure> {
 fn print(wanted: &Wanted) -> Result<(), Failure> {
     let score = wanted.score.as_deref().map(|name| -> Result<ScoreMod, Failure> {
         Ok(match std::fs::read_to_string(name) {
-            Ok(text) => ScoreMod::from_wgsl(&text, &wanted.captures, &[])?,
+            Ok(text) => ScoreMod::from_wgsl(&text, &wanted.captures_of(&text), &[])?,
             Err(_) => scores::by_name(name, &wanted.params)?,
         })
     });
     let mask = wanted.mask.as_deref().map(|name| -> Result<MaskMod, Failure> {
         Ok(match std::fs::read_to_string(name) {
-            Ok(text) => MaskMod::from_wgsl(&text, &wanted.captures, &[])?,
+            Ok(text) => MaskMod::from_wgsl(&text, &wanted.captures_of(&text), &[])?,
             Err(_) => masks::by_name(name, &wanted.params)?,
         })
     });

@@ -99,6 +99,7 @@ pub use program::{Bound, CaptureRanges, Env, IndexBox, Point, Program, Ranges};
 pub use range::Range;
 pub use value::{Column, Float, Lane, Type, Value};
 pub use views::{Bool, F32, I32, Index, Score, U32, View, sum};
+pub use wgsl::text_reads;
 
 /// The most distinct operations that one expression may have after unrolling.
 pub const MAX_NODES: usize = 4096;

@@ -20,7 +20,7 @@ mod parts;
 mod split;
 
 use crate::error::{Error, Result};
-use crate::expr::{CaptureData, Env, IndexBox, MaskMod, ScoreMod};
+use crate::expr::{Env, IndexBox, Input, MaskMod, ScoreMod};
 use crate::kernels::{F16, Kernel, KernelSpec, Loader, NONE, Params, Tile};
 use crate::runtime::{Binding, Dispatch, Profile, Runtime, Tier, Usage};
 use crate::shape::{AttentionShape, DType, Layout};
@@ -517,24 +517,35 @@ impl Cache {
             call.score.map(|score| (score.expr(), score.captures(), score.scalars())),
         ];
         for (expr, captures, scalars) in mods.into_iter().flatten() {
-            // Values that live on a device are not looked at.
-            if captures.iter().any(|capture| matches!(capture.data(), CaptureData::Device(_))) {
+            let mut of = vec![expr.hash(), shape.batch as u128, shape.q_heads as u128];
+            of.extend(captures.iter().flat_map(|capture| capture.shape()).map(|&size| size as u128));
+            of.extend(scalars.iter().map(|scalar| u128::from(scalar.value().bits())));
+            let lengths = [shape.q_len, shape.kv_len].map(|len| len as u128);
+            let reads_lengths = [Input::QLen, Input::KvLen].iter().any(|len| expr.inputs().contains(*len));
+            of.extend(lengths.iter().filter(|_| reads_lengths));
+            let key = |at: &IndexBox| -> Vec<u128> {
+                let ends = [at.q.0, at.q.1, at.kv.1].map(|end| end as u128);
+                of.iter().copied().chain(ends).collect()
+            };
+            // Lengths grow by one at each step of decoding: what holds up to the next power of two is settled
+            // until then.
+            let up = |end: i32| end.unsigned_abs().next_power_of_two().min(1 << 30) as i32;
+            let wide = IndexBox { q: (first.min(0), last.max(up(last))), kv: (0, up(at.kv.1)), ..at };
+            let is_known = {
+                let positions = lock(&self.positions);
+                positions.contains(&key(&wide)) || positions.contains(&key(&at))
+            };
+            if is_known {
                 continue;
             }
-            let mut key = vec![expr.hash(), u128::from(first.unsigned_abs().next_power_of_two())];
-            key.extend([shape.batch, shape.q_heads].map(|size| size as u128));
-            key.extend([shape.q_len, shape.kv_len].map(|size| size.next_power_of_two() as u128));
-            key.push(u128::from(last.unsigned_abs().next_power_of_two()));
-            key.extend(captures.iter().flat_map(|capture| capture.shape()).map(|&size| size as u128));
-            if lock(&self.positions).contains(&key) {
-                continue;
-            }
-            expr.check(&Env::new(captures, scalars, shape.q_len, shape.kv_len)?, &at)?;
+            let env = Env::new(captures, scalars, shape.q_len, shape.kv_len)?;
+            expr.check_box(&env, &at)?;
+            let settled = expr.check_box(&env, &wide).unwrap_or(false);
             let mut positions = lock(&self.positions);
             if positions.len() >= Self::MAX_SPECS {
                 positions.clear();
             }
-            positions.insert(key);
+            positions.insert(key(if settled { &wide } else { &at }));
         }
         Ok(())
     }

@@ -147,6 +147,14 @@ fn captures_must_be_there_have_their_rank_and_be_used() {
     let error = ScoreMod::from_wgsl("score * slope(h)", &[], &[]).unwrap_err();
     says(&error, &["slope", "line 1, column 9"]);
 
+    // Given, but no text names them; a comment does not.
+    let unused = MaskMod::from_wgsl("q >= kv // slope(h)", std::slice::from_ref(&slope), &[]).unwrap_err();
+    assert!(unused.is_capture());
+    says(&unused, &["slope", "never reads it", "slope(i)"]);
+    let cap: Scalar = Scalar::f32("cap", 5.0).unwrap().into();
+    let unused = ScoreMod::from_wgsl("score", &[], &[cap]).unwrap_err();
+    says(&unused, &["cap", "never reads it"]);
+
     // Of wrong rank, in the text and in the values.
     let error = ScoreMod::from_wgsl("score * slope(h, q)", std::slice::from_ref(&slope), &[]).unwrap_err();
     assert!(error.is_parse());
@@ -211,6 +219,31 @@ fn index_expressions_that_overflow_i32_are_refused_with_the_value() {
     says(&error, &["q * 1000000000", "5000000000", "wrapping_mul"]);
     let meant = MaskMod::from_wgsl("wrapping_mul(q, 1000000000) + kv != 7", &[], &[]).unwrap();
     bench.forward(&Attention::new().mask_mod(meant), &bench.q, &bench.k, &bench.v).unwrap();
+}
+
+#[test]
+fn what_lengths_and_scalars_of_an_earlier_call_allowed_is_looked_at_again() {
+    let gpu = Gpu::builder().tier(Tier::Cpu).build().unwrap();
+    let run = |attention: &Attention, kv_len: usize| {
+        let q = gpu.tensor(&[0.5f32], [1, 1, 1, 1]).unwrap();
+        let k = gpu.tensor(&vec![0.5f32; kv_len], [1, 1, kv_len, 1]).unwrap();
+        attention.forward(&gpu, &q, &k, &k).map(|_| ())
+    };
+    // Both lengths lie between the same powers of two.
+    let far = Attention::new().mask_mod(MaskMod::from_wgsl("kv * 50000 >= 0", &[], &[]).unwrap());
+    run(&far, 40_000).unwrap();
+    let error = run(&far, 45_000).unwrap_err();
+    assert!(error.is_overflow());
+    says(&error, &["kv * 50000", "2249950000"]);
+    run(&far, 40_000).unwrap();
+
+    let table: Capture = Capture::f32("table", &[0.5; 4], &[4]).unwrap().into();
+    let shift: Scalar = Scalar::i32("shift", 0).unwrap().into();
+    let shifted = ScoreMod::from_wgsl("score + table(kv + shift)", &[table], &[shift]).unwrap();
+    let attention = Attention::new().score_mod(shifted);
+    run(&attention, 4).unwrap();
+    let attention = attention.with_scalar(Scalar::i32("shift", 1000).unwrap()).unwrap();
+    says(&run(&attention, 4).unwrap_err(), &["table", "1000 to 1003", "0 to 3"]);
 }
 
 #[test]

@@ -16,12 +16,19 @@ impl Expr {
     ///   not one for each;
     /// - more than [`MAX_NODES`] operations.
     ///
-    /// Overflow is looked for at the corners and at a few positions between; a rare one inside may pass, and then
-    /// wraps.
+    /// Where ranges leave it open, overflow is looked for at some hundreds of positions, corners among them, and at
+    /// scores of both signs; a rare one between may pass, and then wraps. Under a condition that depends on values
+    /// that are on a device only, nothing is refused for overflow.
     ///
     /// # Errors
     /// The above; and as [`Program::bind_ranges`].
     pub fn check(&self, env: &Env<'_>, at: &IndexBox) -> Result<()> {
+        self.check_box(env, at).map(drop)
+    }
+
+    /// As [`Expr::check`]. `true` if what it found holds within `at` for every smaller box too: no operation may
+    /// overflow, and no index leaves its tensor.
+    pub(crate) fn check_box(&self, env: &Env<'_>, at: &IndexBox) -> Result<bool> {
         let nodes = self.nodes();
         if nodes > MAX_NODES {
             return Err(Error::Expression(format!(
@@ -38,6 +45,7 @@ impl Expr {
         });
 
         let mut suspects = Vec::new();
+        let mut certain = true;
         let mut known = vec![false; program.steps.len()];
         for (i, step) in program.steps.iter().enumerate() {
             known[i] = !matches!(step.expr.op(), Op::Gather(_) | Op::Scalar(_) | Op::Input(Input::Score))
@@ -46,25 +54,28 @@ impl Expr {
                 continue;
             }
             if let Op::Gather(_) = step.expr.op() {
-                inside(step, ranges, env)?;
+                certain &= inside(step, ranges, env)?;
             }
             if known[i] && may_overflow(step, ranges) {
                 suspects.push(i);
             }
         }
         if suspects.is_empty() {
-            return Ok(());
+            return Ok(certain);
         }
-        // Captures on a device leave conditions open; then nothing is certain.
-        let Ok(mut bound) = program.bind::<f64>(env) else { return Ok(()) };
+        // What is known does not read captured values; conditions that do are left open.
+        let open = env.on_device();
+        let host = open.as_ref().map(|captures| env.with_captures(captures));
+        let mut bound = program.bind::<f64>(host.as_ref().unwrap_or(env))?;
+        let settled = |i: usize| open.is_none() || known[i];
         for point in samples(at) {
-            witness(&program, &mut bound, &suspects, &point)?;
+            witness(&program, &mut bound, &suspects, &settled, &point)?;
         }
-        Ok(())
+        Ok(false)
     }
 }
 
-/// Which operations matter for the output, given the truth values that are known.
+/// Which operations may matter for the output, given the truth values that are known.
 fn demanded(program: &Program, truth: impl Fn(usize) -> Option<bool>) -> Vec<bool> {
     let mut demanded = vec![false; program.steps.len()];
     if let Some(last) = demanded.last_mut() {
@@ -99,11 +110,25 @@ fn demanded(program: &Program, truth: impl Fn(usize) -> Option<bool>) -> Vec<boo
     demanded
 }
 
-fn inside(step: &Step, ranges: &[Range], env: &Env<'_>) -> Result<()> {
-    let Op::Gather(decl) = step.expr.op() else { return Ok(()) };
+/// Which operations matter for the output at a point, where conditions that are not `settled` have any value.
+fn certainly(
+    program: &Program,
+    settled: &impl Fn(usize) -> bool,
+    truth: impl Fn(usize) -> Option<bool>,
+) -> Vec<bool> {
+    // Both values of an open condition are tried together: what only one of them asks for does not matter for sure.
+    let assuming = |open: bool| demanded(program, |i| if settled(i) { truth(i) } else { Some(open) });
+    assuming(true).into_iter().zip(assuming(false)).map(|(yes, no)| yes && no).collect()
+}
+
+/// Whether the indices stay inside; an error if one never is.
+fn inside(step: &Step, ranges: &[Range], env: &Env<'_>) -> Result<bool> {
+    let Op::Gather(decl) = step.expr.op() else { return Ok(true) };
+    let mut always = true;
     for (axis, (arg, dim)) in step.args().iter().zip(env.shape(decl)?).enumerate() {
         let range = ranges[*arg as usize];
         let last = dim - 1;
+        always &= range.lo >= 0.0 && range.hi <= last as f64;
         // One value for all heads or batch entries is no mistake; fewer than there are is.
         let each = last > 0 && matches!(step.expr.args()[axis].op(), Op::Input(Input::Head | Input::Batch));
         if range.hi < 0.0 || range.lo > last as f64 || each && range.hi > last as f64 {
@@ -118,7 +143,7 @@ fn inside(step: &Step, ranges: &[Range], env: &Env<'_>) -> Result<()> {
             ));
         }
     }
-    Ok(())
+    Ok(always)
 }
 
 /// Whether the true result may leave the type.
@@ -138,7 +163,7 @@ fn may_overflow(step: &Step, ranges: &[Range]) -> bool {
     })
 }
 
-/// Positions to look at: corners, and some between along q and kv.
+/// Positions to look at: corners, and some between along q and kv; scores of both signs.
 fn samples(at: &IndexBox) -> Vec<Point<f64>> {
     let some = |(lo, hi): (i32, i32), count: i64| {
         let (lo, hi) = (i64::from(lo), i64::from(hi));
@@ -151,9 +176,10 @@ fn samples(at: &IndexBox) -> Vec<Point<f64>> {
     let mut points = Vec::new();
     for b in some(at.b, 2) {
         for h in some(at.h, 2) {
-            for q in some(at.q, 5) {
-                for kv in some(at.kv, 5) {
-                    points.push(Point { score: 0.0, b, h, q, kv });
+            for q in some(at.q, 9) {
+                for kv in some(at.kv, 9) {
+                    let point = |score| Point { score, b, h, q, kv };
+                    points.extend([0.0, 1.0, -1.0, 1e4, -1e4].map(point));
                 }
             }
         }
@@ -166,11 +192,12 @@ fn witness(
     program: &Program,
     bound: &mut Bound<'_, f64>,
     suspects: &[usize],
+    settled: &impl Fn(usize) -> bool,
     point: &Point<f64>,
 ) -> Result<()> {
     bound.point(point);
     let value = |i: usize| bound.step(i).lane(0);
-    let demanded = demanded(program, |i| value(i).as_bool());
+    let demanded = certainly(program, settled, |i| value(i).as_bool());
     let number = |i: u32| match value(i as usize) {
         Lane::I32(x) => i128::from(x),
         Lane::U32(x) => i128::from(x),

@@ -263,6 +263,23 @@ operator!(Add, add, Op::Add, F32, f32);
 operator!(Sub, sub, Op::Sub, F32, f32);
 operator!(Mul, mul, Op::Mul, F32, f32);
 operator!(Div, div, Op::Div, F32, f32);
+impl Rem for F32 {
+    type Output = F32;
+    /// `x - y * trunc(x / y)`.
+    fn rem(self, other: F32) -> F32 {
+        let whole = (&self / &other).trunc();
+        self - other * whole
+    }
+}
+
+impl Rem<f32> for F32 {
+    type Output = F32;
+    /// As between two expressions.
+    fn rem(self, other: f32) -> F32 {
+        self % F32::from(other)
+    }
+}
+
 operator!(Add, add, Op::Add, I32, i32);
 operator!(Sub, sub, Op::Sub, I32, i32);
 operator!(Mul, mul, Op::Mul, I32, i32);
@@ -508,7 +525,7 @@ impl Bool {
     }
 }
 
-/// The sum of `f(i)` over `range`, unrolled; 0 for an empty range.
+/// The sum of `f(i)` over `range`, unrolled; 0 for an empty range. Up to 256 terms are added in order, more by halves.
 ///
 /// ```
 /// use flexattn::{Capture, ScoreMod, expr};
@@ -530,7 +547,17 @@ pub fn sum(range: Range<i32>, mut f: impl FnMut(I32) -> F32) -> F32 {
         )));
         return F32(zero);
     }
-    range.map(|i| f(I32::from(i))).reduce(|a, b| a + b).unwrap_or_else(|| F32::from(0.0f32))
+    let terms: Vec<F32> = range.map(|i| f(I32::from(i))).collect();
+    add_up(&terms)
+}
+
+/// A long chain would be deeper than expressions may be.
+fn add_up(terms: &[F32]) -> F32 {
+    if terms.len() > 256 {
+        let (first, second) = terms.split_at(terms.len() / 2);
+        return add_up(first) + add_up(second);
+    }
+    terms.iter().cloned().reduce(|a, b| a + b).unwrap_or_else(|| F32::from(0.0f32))
 }
 
 /// The position in the score matrix, as a mask sees it.

@@ -64,8 +64,8 @@ impl MaskMod {
     /// around it, or just the body, or just the expression.
     ///
     /// Captured tensors are called by name with one i32 per dimension, scalars are read by name. Locals, `if`,
-    /// `switch`, early `return`, other functions, and loops that end after a constant number of steps are possible.
-    /// Vectors, arrays, structs, pointers, textures and module-scope variables are not.
+    /// `switch`, early `return`, other functions and pointers to locals, and loops of every kind that end after a
+    /// constant number of steps are possible. Vectors, arrays, structs, textures and module-scope variables are not.
     ///
     /// ```
     /// use flexattn::{Capture, MaskMod};
@@ -80,7 +80,8 @@ impl MaskMod {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Parse`] with line, column and the place in the text, when it is no valid mask.
+    /// [`Error::Parse`] with line, column and the place in the text, when it is no valid mask;
+    /// [`Error::Capture`] when a tensor or scalar is given that it does not name ([`text_reads`]).
     pub fn from_wgsl(text: &str, captures: &[Capture], scalars: &[Scalar]) -> Result<MaskMod> {
         let expr = parse(text, Kind::Mask, captures, scalars)?;
         MaskMod::from_expr(expr, captures, scalars)
@@ -101,11 +102,25 @@ impl ScoreMod {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Parse`] with line, column and the place in the text, when it is no valid score mod.
+    /// [`Error::Parse`] with line, column and the place in the text, when it is no valid score mod;
+    /// [`Error::Capture`] when a tensor or scalar is given that it does not name ([`text_reads`]).
     pub fn from_wgsl(text: &str, captures: &[Capture], scalars: &[Scalar]) -> Result<ScoreMod> {
         let expr = parse(text, Kind::Score, captures, scalars)?;
         ScoreMod::from_expr(expr, captures, scalars)
     }
+}
+
+/// Whether a text names a captured tensor or a scalar, outside of comments. To pick those that a text needs from a
+/// larger stock: giving others is refused.
+///
+/// ```
+/// use flexattn::expr::text_reads;
+///
+/// let text = "score + slope(h) // not bias";
+/// assert!(text_reads(text, "slope") && !text_reads(text, "bias"));
+/// ```
+pub fn text_reads(text: &str, name: &str) -> bool {
+    pieces(text).iter().any(|(piece, _)| *piece == name)
 }
 
 /// Operators that one statement may hold: naga goes one call down for each.
@@ -235,7 +250,15 @@ fn read(text: &str, kind: Kind, captures: &[Capture], scalars: &[Scalar]) -> Res
         );
         return Err(ParseError::new(text, 0..text.len(), message).into());
     }
-    Ok(expr)
+    let tensor = captures.iter().map(|capture| (capture.name(), call(capture)));
+    let scalar = scalars.iter().map(|scalar| (scalar.name(), scalar.name().to_owned()));
+    match tensor.chain(scalar).find(|(name, _)| !has(name)) {
+        Some((name, read)) => Err(Error::capture(
+            name,
+            format!("it is given but the text never reads it; give only what is read, or read it as {read}"),
+        )),
+        None => Ok(expr),
+    }
 }
 
 /// What naga would not see, or would blame on what stands around the text.

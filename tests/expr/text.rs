@@ -1,6 +1,6 @@
 //! WGSL text in: what is accepted, what is refused, and where errors point.
 
-use flexattn::expr::{Env, Lane, Point, Program};
+use flexattn::expr::{Env, Lane, Point, Program, text_reads};
 use flexattn::{Capture, Error, MaskMod, ParseError, Scalar, ScoreMod};
 use flexattn_testing::Golden;
 
@@ -28,17 +28,10 @@ fn every_golden_text_parses_and_evaluates() {
         let env = Env::new(captures, &[], golden.q.shape[2], golden.k.shape[2]).unwrap();
         let [batch, heads, q_len, _] = golden.q.shape[..] else { panic!("q is 4-D") };
         let mut exprs = Vec::new();
-        if let Some(text) = &golden.mask_text {
-            exprs.push(
-                MaskMod::from_wgsl(text, captures, &[])
-                    .unwrap_or_else(|e| panic!("{}: {e}", golden.name))
-                    .expr()
-                    .clone(),
-            );
+        if let Some(mask) = golden.mask_mod().unwrap_or_else(|e| panic!("{}: {e}", golden.name)) {
+            exprs.push(mask.expr().clone());
         }
-        if let Some(text) = &golden.score_text {
-            let score_mod =
-                ScoreMod::from_wgsl(text, captures, &[]).unwrap_or_else(|e| panic!("{}: {e}", golden.name));
+        if let Some(score_mod) = golden.score_mod().unwrap_or_else(|e| panic!("{}: {e}", golden.name)) {
             let d = score_mod.gradient().unwrap();
             assert_eq!(d.captures.len(), d.captures.iter().filter(|g| g.d.nodes() > 0).count());
             exprs.push(score_mod.expr().clone());
@@ -320,6 +313,22 @@ fn no_text_makes_the_parser_panic() {
 }
 
 #[test]
+fn the_remainder_of_floats_is_one_thing_in_closures_and_in_text() {
+    let closure = ScoreMod::new(|s| s.score() % 3.0 + s.kv().to_f32() % s.score());
+    let text = ScoreMod::from_wgsl("score % 3.0 + f32(kv) % score", &[], &[]).unwrap();
+    assert_eq!(closure.expr(), text.expr());
+}
+
+#[test]
+fn a_long_sum_is_as_long_as_an_expression_may_be() {
+    let score = ScoreMod::new(|s| flexattn::expr::sum(1..1301, |i| s.score() * i.to_f32()));
+    score.check().unwrap();
+    let env = Env::new(&[], &[], 64, 64).unwrap();
+    let value = Program::new(&[score.expr().clone()]).eval(&env, &AT).unwrap()[0].to_f64();
+    assert_eq!(value, 1.5 * 1300.0 * 1301.0 / 2.0);
+}
+
+#[test]
 fn unrolling_is_bounded() {
     let long = "var x = score; for (var i = 0; i < 1400; i++) { x = x * 1.5 + f32(i); } return x;";
     let error = ScoreMod::from_wgsl(long, &[], &[]).unwrap_err().to_string();
@@ -349,7 +358,10 @@ proptest::proptest! {
             finite && !far && (e.args().is_empty() || !e.args().iter().all(constant) || matches!(e.op(), flexattn::expr::Op::Gather(_)))
         });
         if plain && !text.contains('…') {
-            let parsed = ScoreMod::from_wgsl(&text, &super::random::captures(), &super::random::scalars());
+            let (mut captures, mut scalars) = (super::random::captures(), super::random::scalars());
+            captures.retain(|capture| text_reads(&text, capture.name()));
+            scalars.retain(|scalar| text_reads(&text, scalar.name()));
+            let parsed = ScoreMod::from_wgsl(&text, &captures, &scalars);
             match parsed {
                 Ok(parsed) => proptest::prop_assert_eq!(parsed.expr(), &simple, "{}", text),
                 Err(e) => return Err(proptest::test_runner::TestCaseError::fail(format!("{text}: {e}"))),

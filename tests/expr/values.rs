@@ -1,6 +1,8 @@
 //! Values, ranges and simplification agree.
 
-use flexattn::expr::{Env, Expr, IndexBox, Lane, Op, Point, Program, Type, Value};
+use flexattn::expr::{
+    CaptureData, CaptureType, DeviceHandle, Env, Expr, IndexBox, Lane, Op, Point, Program, Type, Value,
+};
 use flexattn::{Capture, MaskMod, Scalar, ScoreMod};
 use proptest::prelude::*;
 
@@ -318,6 +320,19 @@ fn overflow_that_follows_from_the_position_is_refused() {
     assert!(refused("select(true, q * 70000 > 5, q < 10)").is_ok());
     assert!(refused("wrapping_mul(q, 70000) > 5").is_ok());
     assert!(refused("q * 7 + kv > 5").is_ok());
+    // Reached at some scores.
+    let check = |text: &str, captures: &[Capture]| {
+        let env = Env::new(captures, &[], 70_000, 70_000).unwrap();
+        ScoreMod::from_wgsl(text, captures, &[]).unwrap().expr().check(&env, &all)
+    };
+    assert!(check("select(score, f32(q * 70000), score > 0.5)", &[]).is_err());
+    assert!(check("select(score, f32(q * 70000), score < -100.0)", &[]).is_err());
+    // Whatever a device holds, or only if it holds some values.
+    let data = CaptureData::Device(DeviceHandle::new(()));
+    let keep = [Capture::new("keep", CaptureType::I32, &[70_000], data).unwrap()];
+    assert!(check("score + f32(q * 70000 + keep(kv))", &keep).is_err());
+    assert!(check("select(score, f32(q * 70000), keep(kv) > 3)", &keep).is_ok());
+    assert!(check("select(score, f32(q * 7), keep(kv) > 3)", &keep).is_ok());
     // From a constant alone.
     let nothing = 0;
     let constant = MaskMod::new(|i| (i.q() * nothing + i32::MAX + 1).gt(i.kv()));

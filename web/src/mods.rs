@@ -1,6 +1,8 @@
 //! Masks and score mods as JavaScript writes them: text, names with parameters, combinations.
 
-use flexattn::expr::{Capture, CaptureData, CaptureType, DeviceHandle, MaskMod, Scalar, ScoreMod, Value};
+use flexattn::expr::{
+    Capture, CaptureData, CaptureType, DeviceHandle, MaskMod, Scalar, ScoreMod, Value, text_reads,
+};
 use flexattn::{Error, Param, Params, Resident, Result, masks, scores};
 use wasm_bindgen::JsValue;
 
@@ -17,6 +19,15 @@ pub(crate) struct Values {
 }
 
 impl Values {
+    /// Those that a text reads: one stock serves all texts of an attention.
+    fn captures_of(&self, text: &str) -> Vec<Capture> {
+        self.captures.iter().filter(|capture| text_reads(text, capture.name())).cloned().collect()
+    }
+
+    fn scalars_of(&self, text: &str) -> Vec<Scalar> {
+        self.scalars.iter().filter(|scalar| text_reads(text, scalar.name())).cloned().collect()
+    }
+
     /// Reads `{ captures?, scalars? }`.
     pub(crate) fn read(options: &JsValue) -> Result<Self> {
         let mut values = Self::default();
@@ -165,7 +176,7 @@ pub(crate) fn mask(
     sizes: &Params,
 ) -> std::result::Result<MaskMod, Failure> {
     if let Some(text) = value.as_string() {
-        return MaskMod::from_wgsl(&text, &values.captures, &values.scalars)
+        return MaskMod::from_wgsl(&text, &values.captures_of(&text), &values.scalars_of(&text))
             .map_err(|error| Failure { error, about: Some((Which::Mask, text)) });
     }
     if let Some(name) = js::string(value, "name")? {
@@ -194,7 +205,7 @@ pub(crate) fn score(
     sizes: &Params,
 ) -> std::result::Result<ScoreMod, Failure> {
     if let Some(text) = value.as_string() {
-        return ScoreMod::from_wgsl(&text, &values.captures, &values.scalars)
+        return ScoreMod::from_wgsl(&text, &values.captures_of(&text), &values.scalars_of(&text))
             .map_err(|error| Failure { error, about: Some((Which::Score, text)) });
     }
     if let Some(list) = value.dyn_ref_array() {

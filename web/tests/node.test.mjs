@@ -11,13 +11,15 @@ import { test } from "node:test";
 import { install, web } from "./packed.mjs";
 
 const runner = process.env.FLEXATTN_DAWN_RUNNER;
+const timeout = process.env.FLEXATTN_FULL === "1" ? 7_200_000 : 1_200_000;
 const swiftshader = "/usr/lib/chromium/vk_swiftshader_icd.json";
 
 /** Runs tests/dawn on a driver: hands its adapter's report to `check`, and makes each case a test. */
 async function goldensAgree(t, { name, command, env, check, atLeast }) {
   const folder = install(name, join(web, "tests/dawn"));
   const [program, ...words] = [...command, process.execPath, "main.js"];
-  const child = spawn(program, words, { cwd: folder, env: { ...process.env, ...env }, stdio: ["ignore", "pipe", "inherit"] });
+  const child = spawn(program, words, { cwd: folder, env: { ...process.env, ...env }, stdio: ["ignore", "pipe", "inherit"], signal: t.signal });
+  child.on("error", (error) => t.diagnostic(String(error)));
   const seen = new Set();
   for await (const line of createInterface({ input: child.stdout })) {
     if (!line.startsWith("{")) {
@@ -40,7 +42,7 @@ async function goldensAgree(t, { name, command, env, check, atLeast }) {
 
 test("goldens on Dawn with lavapipe: f16 and subgroups", {
   skip: runner ? false : "FLEXATTN_DAWN_RUNNER is not set: no lavapipe here that Dawn accepts",
-  timeout: 1_200_000,
+  timeout,
 }, (t) => goldensAgree(t, {
   name: "dawn",
   command: [runner],
@@ -54,7 +56,7 @@ test("goldens on Dawn with lavapipe: f16 and subgroups", {
 
 test("goldens on Dawn with SwiftShader: subgroups of 4 lanes fall to the portable tier", {
   skip: existsSync(swiftshader) ? false : `${swiftshader} is missing: install chromium`,
-  timeout: 1_200_000,
+  timeout,
 }, (t) => goldensAgree(t, {
   name: "dawn-swiftshader",
   command: [],

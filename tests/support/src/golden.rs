@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use flexattn::expr::text_reads;
 use flexattn::{Capture, MaskMod, ScoreMod};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
@@ -219,17 +220,11 @@ impl Golden {
         self.mask_text.as_deref().map(|text| MaskMod::from_wgsl(text, &captures, &[])).transpose()
     }
 
-    /// The captures whose names occur as calls in a text. The `used_by` lists are not relied upon: not every
+    /// The captures that a text reads. The `used_by` lists are not relied upon: not every
     /// file has them.
     fn captures_read_by(&self, text: Option<&str>) -> Vec<Capture> {
-        let text = text.unwrap_or("");
-        let calls = |name: &str| {
-            text.match_indices(name).any(|(at, _)| {
-                let word = |c: char| c.is_alphanumeric() || c == '_';
-                !text[..at].ends_with(word) && text[at + name.len()..].trim_start().starts_with('(')
-            })
-        };
-        self.captures.iter().filter(|capture| calls(capture.name())).cloned().collect()
+        let reads = |capture: &&Capture| text_reads(text.unwrap_or(""), capture.name());
+        self.captures.iter().filter(reads).cloned().collect()
     }
 
     /// A stored tensor.

@@ -22,14 +22,17 @@ const tiers = best.tier === "portable" ? [best] : [best, await flexattn.Gpu.crea
 
 const files = readdirSync(folder).filter((file) => file.endsWith(".safetensors"));
 for (const [index, file] of files.entries()) {
-  // Without FLEXATTN_FULL one file of `every` runs once, dtypes and tiers in turn: a software adapter takes minutes for all.
+  // Without FLEXATTN_FULL one file of `every` runs once, dtypes and tiers in turn; with it every file in each dtype,
+  // tiers in turn: a software adapter takes most of an hour for that.
   if (!full && index % every !== 0) continue;
   const golden = file.replace(".safetensors", "");
   const gradients = full || GRADIENTS.includes(golden);
   // SwiftShader's sin, cos and powers are as exact as Vulkan asks, which is less than f32.
   const loose = /swiftshader/i.test(best.adapter) && golden.startsWith("builtins") ? 16 : 1;
-  const all = tiers.flatMap((tier) => ["f32", "f16", "bf16"].map((dtype) => [tier, dtype]));
-  for (const [tier, dtype] of full ? all : [all[(index / every) % all.length]]) {
+  const dtypes = ["f32", "f16", "bf16"];
+  const all = tiers.flatMap((tier) => dtypes.map((dtype) => [tier, dtype]));
+  const each = dtypes.map((dtype, i) => [tiers[(index + i) % tiers.length], dtype]);
+  for (const [tier, dtype] of full ? each : [all[(index / every) % all.length]]) {
     const name = `${golden} ${dtype} ${tier.tier}${gradients ? ", gradients" : ""}`;
     let problem = "";
     try {
