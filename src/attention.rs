@@ -443,11 +443,13 @@ impl Attention {
     {
         let plan = self.plan(runtime, [q, k, v, out])?;
         for (name, tensor) in [("q", q), ("k", k), ("v", v)] {
-            // Each workgroup has read its rows of q before it writes them.
-            let in_place = name == "q" && tensor.layout() == out.layout();
+            // Each workgroup has read its rows of q before it writes them, unless it comes again for more columns.
+            let once = out.shape()[3] <= plan::MOST_COLUMNS;
+            let in_place = name == "q" && once && tensor.layout() == out.layout();
             if tensor.buffer() == out.buffer() && !in_place && out.layout().meets(tensor.layout()) {
                 return Err(Error::buffer(format!(
-                    "out shares places with {name}, which is read while it is written; give it its own, or all of q's"
+                    "out shares places with {name}, which is read while it is written; give it its own, or, up to {} columns, all of q's",
+                    plan::MOST_COLUMNS
                 )));
             }
         }

@@ -13,6 +13,7 @@
 
 mod backward;
 mod captures;
+mod columns;
 mod decode;
 mod lists;
 mod merge;
@@ -25,6 +26,7 @@ use crate::kernels::{F16, Kernel, KernelSpec, Loader, NONE, Params, Tile};
 use crate::runtime::{Binding, Dispatch, Profile, Runtime, Tier, Usage};
 use crate::shape::{AttentionShape, DType, Layout};
 use crate::{BlockMask, lower};
+pub(crate) use columns::MOST as MOST_COLUMNS;
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -242,6 +244,9 @@ struct SpecKey {
 pub fn forward(call: &Forward<'_>, profile: &Profile, cache: &Cache) -> Result<Plan> {
     call.check()?;
     cache.check_positions(call)?;
+    if call.shape.v_dim > columns::MOST {
+        return columns::sliced(call, profile, cache);
+    }
     let shape = &call.shape;
     let mods = captures::Mods::new(call.mask, call.score)?;
     let packed = lock(&cache.captures).pack(&mods)?;

@@ -2,7 +2,7 @@
 //!
 //! These tests run on any adapter, software ones included; without one they say so and stop.
 
-use flexattn::expr::{Bool, CaptureType, Captured, I32};
+use flexattn::expr::{self, Bool, CaptureType, Captured, I32};
 use flexattn::{
     Attention, BlockMask, Capture, DType, Error, Gpu, KvBlocks, Layout, MaskMod, Scalar, ScoreMod, Tensor,
     Tier,
@@ -122,6 +122,60 @@ fn forward_equals_the_definition_with_mask_score_and_grouped_heads() {
     close(&output.out.read().unwrap(), &out, 2e-6);
     close(&output.lse.unwrap().read().unwrap(), &lse, 1e-5);
     assert_eq!(output.max.unwrap().shape(), [2, 4, 70, 1]);
+}
+
+/// Every tier but Metal that is here.
+fn tiers() -> Vec<Gpu> {
+    let tiers = [Tier::Cpu, Tier::Portable, Tier::Subgroup, Tier::CoopMatrix];
+    tiers.into_iter().filter_map(|tier| Gpu::builder().tier(tier).build().ok()).collect()
+}
+
+#[test]
+fn values_of_any_width_are_attended_to_on_every_tier() {
+    for gpu in tiers() {
+        // 700 keys of one query take the kernels of decoding.
+        for [q_len, kv_len, e, ev] in
+            [[40, 70, 576, 512], [40, 37, 16, 1030], [1, 700, 8, 1028]]
+        {
+            let [q, k, v] = [(1, 2, q_len, e), (2, 1, kv_len, e), (3, 1, kv_len, ev)]
+                .map(|(seed, heads, len, dim)| values(seed, heads * len * dim));
+            let tensors = [([1, 2, q_len, e], &q), ([1, 1, kv_len, e], &k), ([1, 1, kv_len, ev], &v)]
+                .map(|(shape, data)| gpu.tensor(data, shape).unwrap());
+            let attention = Attention::new().mask_mod(MaskMod::new(|i| i.kv().le(i.q() + 3)));
+            let output =
+                attention.with_max(true).forward(&gpu, &tensors[0], &tensors[1], &tensors[2]).unwrap();
+            let near = |_: usize, q: i32, kv: i32| kv <= q + 3;
+            let scale = 1.0 / (e as f64).sqrt();
+            let (out, lse) = naive([&q, &k, &v], [1, 2, 1], [q_len, kv_len], [e, ev], scale, near, same);
+            println!("{} {q_len} x {kv_len}, {e} and {ev}", gpu.tier());
+            close(&output.out.read().unwrap(), &out, 5e-6);
+            close(&output.lse.unwrap().read().unwrap(), &lse, 1e-5);
+        }
+        // The second slice of columns would read what the first has written.
+        let [q, k] = [1, 2].map(|seed| tensor(&gpu, seed, [1, 1, 3, 516]));
+        let error = Attention::new().forward_into(&gpu, &q, &k, &k, &q).map(|_| ()).unwrap_err();
+        assert!(error.is_buffer() && error.to_string().contains("up to 512 columns"), "{error}");
+    }
+}
+
+#[test]
+fn a_row_of_nothing_but_very_low_scores_is_the_plain_mean() {
+    for gpu in tiers() {
+        let [q, k, v] = [1, 2, 3].map(|seed| tensor(&gpu, seed, [1, 1, 40, 16]));
+        let low = ScoreMod::new(|s| s.q().lt(20).select(expr::F32::from(-1e30f32), s.score()));
+        let attention = Attention::new().score_mod(low).with_lse(false).with_max(true);
+        let output = attention.forward(&gpu, &q, &k, &v).unwrap();
+        assert!(output.lse.is_none());
+        let (out, max) = (output.out.read().unwrap(), output.max.unwrap().read().unwrap());
+        let v = v.read().unwrap();
+        let mean: Vec<f64> =
+            (0..16).map(|d| (0..40).map(|row| f64::from(v[row * 16 + d])).sum::<f64>() / 40.0).collect();
+        for row in 0..20 {
+            close(&out[row * 16..][..16], &mean, 1e-6);
+        }
+        assert!(max[..20].iter().all(|&max| (max / -1e30 - 1.0).abs() < 1e-6), "{} {max:?}", gpu.tier());
+        assert!(max[20..].iter().all(|&max| max.abs() < 100.0), "{} {max:?}", gpu.tier());
+    }
 }
 
 #[test]
