@@ -1,13 +1,14 @@
 //! Attention with a mask and a score mod of one's own, on the best tier of this machine.
 //!
 //! ```text
-//! cargo run --release --example quickstart
+//! cargo run --release --example quickstart [-- WORD [HEAD]]
 //! ```
 //!
 //! First a layer of a trained model on real sentences: which words does a word attend to? Then 4096 tokens of packed
 //! documents: how long does it take, what does the mask skip, and is it right?
 
 use std::error::Error;
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use flexattn::reference::{self, Problem};
@@ -19,22 +20,36 @@ use flexattn_testing::problem::Numbers;
 #[path = "bench/baseline.rs"]
 mod baseline;
 
-fn main() -> Result<(), Box<dyn Error>> {
-    if std::env::args().len() > 1 {
-        println!("usage: quickstart (it takes no arguments; doctor says what is here, bench measures)");
+fn main() -> ExitCode {
+    flexattn_testing::ended(run())
+}
+
+fn run() -> Result<(), Box<dyn Error>> {
+    let chosen: Vec<String> = std::env::args().skip(1).collect();
+    if chosen.len() > 2 || chosen.iter().any(|word| word.starts_with("--")) {
+        println!("usage: quickstart [WORD [HEAD]], `it` and 1 if not given");
         return Ok(());
     }
+    let word = chosen.first().map_or("it", String::as_str);
+    let head = chosen.get(1).map_or("1", String::as_str);
     let gpu = Gpu::new()?;
     println!("Running on {}\n", gpu.report());
-    sentences(&gpu, "it", 1)?;
+    sentences(&gpu, word, head)?;
     documents(&gpu)
 }
 
 /// What `word` of the first sentence attends to in `head` of layer 3 of all-MiniLM-L6-v2.
-fn sentences(gpu: &Gpu, word: &str, head: usize) -> Result<(), Box<dyn Error>> {
+fn sentences(gpu: &Gpu, word: &str, head: &str) -> Result<(), Box<dyn Error>> {
     let layer = Golden::shipped("real_minilm_l3_padded")?;
     let words: Vec<Vec<String>> = serde_json::from_str(layer.metadata("tokens").unwrap_or("[]"))?;
     let [batch, heads, _, len, _, head_dim, _] = layer.dims();
+    let row = words[0].iter().position(|w| w == word);
+    let row = row.ok_or_else(|| format!("`{word}` is not in the sentence; it has {}", words[0].join(" ")))?;
+    let head: usize = head
+        .parse()
+        .ok()
+        .filter(|head| *head < heads)
+        .ok_or_else(|| format!("the head is {head} but must be a number below {heads}"))?;
     let upload = |values: &[f32]| gpu.tensor(values, [batch, heads, len, head_dim]);
     let (q, k, v) = (upload(layer.q.f32())?, upload(layer.k.f32())?, upload(layer.v.f32())?);
 
@@ -45,7 +60,6 @@ fn sentences(gpu: &Gpu, word: &str, head: usize) -> Result<(), Box<dyn Error>> {
     let output = attention.forward(gpu, &q, &k, &v)?;
 
     // Nobody stored the matrix of weights; those of one row follow from its log-sum-exp.
-    let row = words[0].iter().position(|w| w == word).ok_or("no such word")?;
     let weights = attention.weights(&q, &k, &output, &[row])?;
     let mut seen: Vec<(f32, &str)> =
         weights[head * len..].iter().copied().zip(words[0].iter().map(String::as_str)).collect();

@@ -14,6 +14,7 @@
 mod matrix;
 
 use std::error::Error;
+use std::process::ExitCode;
 
 use flexattn::reference::{self, Problem};
 use flexattn::{
@@ -36,7 +37,11 @@ const SPAN: usize = 16; // distances in the table; what is farther counts as the
 const BACK: usize = 3;
 const STEPS: usize = 120;
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> ExitCode {
+    flexattn_testing::ended(run())
+}
+
+fn run() -> Result<(), Box<dyn Error>> {
     let gpu = match std::env::args().nth(1).as_deref() {
         Some("--help" | "-h") => {
             println!("usage: train [metal|coop-matrix|subgroup|portable|cpu]");

@@ -75,6 +75,8 @@ fn distance(i: &Index) -> I32 {
 
 /// Everything: `true`.
 ///
+/// Source: the default of FlexAttention (PyTorch's `noop_mask`).
+///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};
 ///
@@ -109,6 +111,8 @@ pub fn causal() -> MaskMod {
 /// Follows the run-time lengths, of each batch entry. Give it no `q_offset`. It is the alignment of
 /// FlashAttention since 2.1.
 ///
+/// Source: the flash-attn package, whose `causal` has meant this since 2.1.
+///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};
 ///
@@ -142,6 +146,8 @@ pub fn sliding_window(window: i32) -> MaskMod {
 /// `q - kv <= before & kv - q <= after`.
 ///
 /// FlashAttention's `window_size = (before, after)`; `local_window(w, w)` is a symmetric window.
+///
+/// Source: the flash-attn package, `window_size`.
 ///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};
@@ -193,6 +199,8 @@ pub fn prefix_lm(prefix: i32) -> MaskMod {
 ///
 /// Captures `prefix`, i32 `[batch]`.
 ///
+/// Source: as [`prefix_lm`].
+///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};
 ///
@@ -211,6 +219,8 @@ pub fn prefix_lm_per_batch(prefix: &[i32]) -> MaskMod {
 /// Rows of padding keep nothing, so their output is 0.
 ///
 /// Captures `length`, i32 `[batch]`.
+///
+/// Source: PyTorch's `key_padding_mask`, here of queries too.
 ///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};
@@ -271,6 +281,9 @@ pub fn strided(window: i32, stride: i32) -> MaskMod {
 
 /// Blocks of `size` tokens that see only themselves: `q / size == kv / size`.
 ///
+/// Source: Qiu et al. 2020, "Blockwise Self-Attention for Long Document Understanding", section 3 (its identity
+/// permutation).
+///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};
 ///
@@ -322,6 +335,8 @@ pub fn block_diffusion(len: i32, block: i32) -> MaskMod {
 /// [`BlockMask::from_dense_mask`](crate::BlockMask::from_dense_mask).
 ///
 /// Captures `keep`, bool of `shape`.
+///
+/// Source: PyTorch's `scaled_dot_product_attention`, a boolean `attn_mask`.
 ///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};

@@ -60,6 +60,8 @@ fn refused(what: &str, value: impl std::fmt::Debug, rule: &str) -> ScoreMod {
 
 /// The score as it is.
 ///
+/// Source: the default of FlexAttention.
+///
 /// ```
 /// assert_eq!(flexattn::scores::identity().expr().to_string(), "score");
 /// ```
@@ -104,6 +106,8 @@ pub fn alibi_slopes(q_heads: usize) -> Vec<f32> {
 /// [`alibi`] with slopes of your own, one per query head: `score + slope[h] * (kv - q)`.
 ///
 /// Captures `slope`, f32 `[q_heads]`.
+///
+/// Source: as [`alibi`].
 ///
 /// ```
 /// let alibi = flexattn::scores::alibi_with_slopes(&[0.5, 0.1]);
@@ -201,6 +205,8 @@ pub fn t5_bucket_bias(table: &[f32], q_heads: usize, max_distance: i32, bidirect
 ///
 /// Captures `head_bias`, f32 `[q_heads]`.
 ///
+/// Source: the formula is all there is to it.
+///
 /// ```
 /// assert_eq!(flexattn::scores::head_bias(&[0.1, 0.2]).captures()[0].name(), "head_bias");
 /// ```
@@ -214,6 +220,8 @@ pub fn head_bias(bias: &[f32]) -> ScoreMod {
 /// masked, but skips no work: use [`masks::dense`](crate::masks::dense) for that.
 ///
 /// Captures `bias`, f32 of `shape`.
+///
+/// Source: PyTorch's `scaled_dot_product_attention`, a float `attn_mask`.
 ///
 /// ```
 /// let bias = flexattn::scores::dense_bias(&[0.0; 6], [1, 1, 2, 3]);
@@ -230,6 +238,8 @@ pub fn dense_bias(bias: &[f32], shape: [usize; 4]) -> ScoreMod {
 
 /// A penalty that grows with the distance: `score - rate * |q - kv|`.
 ///
+/// Source: Chi et al. 2022, "KERPLE", section 4 (its power variant with an exponent of 1).
+///
 /// ```
 /// assert_eq!(flexattn::scores::distance_penalty(0.5).captures().len(), 0);
 /// ```
@@ -238,6 +248,8 @@ pub fn distance_penalty(rate: f32) -> ScoreMod {
 }
 
 /// Softmax temperature: `score / temperature`.
+///
+/// Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network", section 2.
 ///
 /// ```
 /// assert!(flexattn::scores::temperature(0.5).check().is_ok());
@@ -315,6 +327,8 @@ pub fn sandwich(q_heads: usize, dim: usize, reach: i32) -> ScoreMod {
 /// A gate for each query head: `score * sigmoid(gate[h])`.
 ///
 /// Captures `gate`, f32 `[q_heads]`.
+///
+/// Source: the formula is all there is to it; gates in papers scale a head's output, this one its scores.
 ///
 /// ```
 /// assert_eq!(flexattn::scores::head_gate(&[0.0, 1.0]).captures()[0].shape(), [2]);

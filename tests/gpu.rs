@@ -134,9 +134,7 @@ fn tiers() -> Vec<Gpu> {
 fn values_of_any_width_are_attended_to_on_every_tier() {
     for gpu in tiers() {
         // 700 keys of one query take the kernels of decoding.
-        for [q_len, kv_len, e, ev] in
-            [[40, 70, 576, 512], [40, 37, 16, 1030], [1, 700, 8, 1028]]
-        {
+        for [q_len, kv_len, e, ev] in [[40, 70, 576, 512], [40, 37, 16, 1030], [1, 700, 8, 1028]] {
             let [q, k, v] = [(1, 2, q_len, e), (2, 1, kv_len, e), (3, 1, kv_len, ev)]
                 .map(|(seed, heads, len, dim)| values(seed, heads * len * dim));
             let tensors = [([1, 2, q_len, e], &q), ([1, 1, kv_len, e], &k), ([1, 1, kv_len, ev], &v)]

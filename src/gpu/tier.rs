@@ -67,12 +67,18 @@ impl fmt::Display for Report {
         if self.asked_for {
             f.write_str(", as asked for")?;
         }
-        for rung in self.rungs.iter().take_while(|rung| rung.tier != self.tier) {
-            if self.asked_for && rung.usable {
-                write!(f, "; not {}: {} was asked for", rung.tier, self.tier)?;
-            } else {
-                write!(f, "; not {}: {}", rung.tier, rung.reason)?;
-            }
+        let better: Vec<(Tier, String)> = self
+            .rungs
+            .iter()
+            .take_while(|rung| rung.tier != self.tier)
+            .map(|rung| match self.asked_for && rung.usable {
+                true => (rung.tier, format!("{} was asked for", self.tier)),
+                false => (rung.tier, rung.reason.clone()),
+            })
+            .collect();
+        for alike in better.chunk_by(|a, b| a.1 == b.1) {
+            let tiers: Vec<String> = alike.iter().map(|(tier, _)| tier.to_string()).collect();
+            write!(f, "; not {}: {}", tiers.join(", "), alike[0].1)?;
         }
         Ok(())
     }
@@ -371,5 +377,14 @@ mod tests {
             report.to_string(),
             "portable, as asked for; not metal: the backend is Vulkan, not Metal; not subgroup: portable was asked for"
         );
+    }
+
+    #[test]
+    fn one_reason_is_given_once() {
+        let rung = |tier, usable, reason: &str| Rung { tier, usable, reason: reason.to_owned() };
+        let none = [Tier::Metal, Tier::Subgroup, Tier::Portable].map(|tier| rung(tier, false, "no adapter"));
+        let rungs = none.into_iter().chain([rung(Tier::Cpu, true, "always")]).collect();
+        let report = Report { adapter: None, tier: Tier::Cpu, asked_for: false, rungs };
+        assert_eq!(report.to_string(), "cpu; not metal, subgroup, portable: no adapter");
     }
 }

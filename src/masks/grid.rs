@@ -34,6 +34,8 @@ pub fn natten_2d(height: i32, width: i32, kernel: i32) -> MaskMod {
 
 /// Sliding tile attention on an image, with a text behind it: see [`sliding_tile_3d`].
 ///
+/// Source: as [`sliding_tile_3d`].
+///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};
 ///

@@ -12,6 +12,8 @@ use std::collections::HashMap;
 ///
 /// Captures `doc`, i32 `[tokens]`.
 ///
+/// Source: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", section 3.2.
+///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};
 ///
@@ -28,6 +30,8 @@ pub fn document(ids: &[i32]) -> MaskMod {
 /// row-major.
 ///
 /// Captures `doc`, i32 `[batch, tokens]`.
+///
+/// Source: as [`document`].
 ///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};
@@ -74,6 +78,8 @@ fn numbered(ids: &[i32]) -> Vec<i32> {
 ///
 /// Captures `doc`, i32 `[tokens + 1]`.
 ///
+/// Source: as [`document`]; the offsets are the flash-attn package's `cu_seqlens`.
+///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};
 ///
@@ -96,6 +102,8 @@ pub fn document_from_offsets(offsets: &[i32]) -> MaskMod {
 /// one interval of keys for each row, and one read.
 ///
 /// Captures `doc_start`, i32 `[tokens + 1]`.
+///
+/// Source: as [`document`], and [`causal`](crate::masks::causal).
 ///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};
@@ -136,6 +144,8 @@ fn per_token(offsets: &[i32], value: impl Fn(i32, i32) -> i32) -> Result<Vec<i32
 /// Keys of an interval for each row: `first[q] <= kv & kv < end[q]`.
 ///
 /// Captures `first` and `end`, i32 `[rows]`.
+///
+/// Source: Wang et al. 2024, "FlashMask", section 4 (there intervals of rows for each column).
 ///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};
@@ -193,6 +203,8 @@ pub fn interval(group: &[i32], intervals: &[[i32; 2]]) -> MaskMod {
 /// `prefix_of[d]` is the prefix of document `d`, or -1; ids must be indices into it.
 ///
 /// Captures `doc`, i32 `[tokens]`, and `prefix_of`, i32 `[documents]`.
+///
+/// Source: Juravsky et al. 2024, "Hydragen", section 3 (there in two passes, here as a mask).
 ///
 /// ```
 /// use flexattn::{BlockMask, BlockShape, masks};
