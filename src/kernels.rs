@@ -26,7 +26,7 @@ pub use fill::Fill;
 pub use msl_gradient::{MSL_GRADIENT_TILES, MslGradientRow, MslGradientTile};
 pub use msl_table::{Loader, MSL_TILES, MetalTile, MslRow, MslTile};
 pub use params::{NONE, Params};
-pub use table::{Adapter, TILES, Tile, TileRow};
+pub use table::{Adapter, REGISTERS, TILES, Tile, TileRow};
 pub use tuning::Tuning;
 
 /// A shading language, or a dialect of one.

@@ -388,7 +388,7 @@ fn most_blocks(profile: &Profile, kernel: Kernel, dims: [usize; 2]) -> u32 {
     let dim = dims[0].max(dims[1]).max(1) as u32;
     match kernel {
         _ if !profile.software || profile.tier == Tier::Cpu => u32::MAX,
-        Kernel::Forward => (64 * 64 / dim).clamp(1, 64),
+        Kernel::Forward | Kernel::DecodeSplit => (64 * 64 / dim).clamp(1, 64),
         Kernel::Dq | Kernel::Dkv | Kernel::CapturedRows | Kernel::CapturedColumns => {
             if dim <= 64 {
                 64

@@ -6,6 +6,8 @@ mod backward;
 mod block_mask;
 mod conformance;
 #[cfg(feature = "wgpu")]
+mod decode;
+#[cfg(feature = "wgpu")]
 mod errors;
 mod expr;
 #[cfg(feature = "wgpu")]

@@ -1,7 +1,7 @@
 // decode: attention of few queries over many keys, in two passes: entry `split`, then `combine`.
 //
-// The query rows of all heads that share a kv head are packed into one workgroup, so that k and v are
-// read once per kv head. `split` cuts the keys into p.splits parts of p.split_len; a workgroup attends
+// The query rows of all heads that share a kv head are packed, TILE_Q to a workgroup. k and v are read once
+// for each TILE_Q of them: once per kv head where group * q_len is at most TILE_Q. `split` cuts the keys into p.splits parts of p.split_len; a workgroup attends
 // to one part and leaves O, m and l of each row, in f32. `combine` weighs the parts, a workgroup for
 // each row. The order of the parts is fixed, so the result is the same every time.
 // 64 invocations form an 8 x 8 grid (tx, ty), as in forward.wgsl: packed rows ty + 8 i, columns

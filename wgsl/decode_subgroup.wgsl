@@ -1,8 +1,9 @@
 // decode, with subgroup operations: O, m and l of few query rows over parts of many keys, which entry
 // `combine` of decode.wgsl then weighs. No workgroup memory and no barriers.
 //
-// The query rows of all heads that share a kv head are packed, ROWS to a workgroup, so that k and v are
-// read once per kv head. A workgroup walks p.split_len keys, STEP at a time: 32 for each of its CLUSTERS,
+// The query rows of all heads that share a kv head are packed, ROWS to a workgroup. k and v are read once
+// for each ROWS of them: once per kv head where group * q_len is at most ROWS.
+// A workgroup walks p.split_len keys, STEP at a time: 32 for each of its CLUSTERS,
 // which are eight neighbouring lanes of a subgroup. A cluster's keys are a part of their own. The order of
 // the parts is fixed, so the result is the same every time.
 

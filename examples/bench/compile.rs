@@ -16,9 +16,24 @@ fn milliseconds<T>(work: impl FnOnce() -> Result<T, Failure>) -> Result<(T, f64)
     Ok((value, start.elapsed().as_secs_f64() * 1e3))
 }
 
-/// Each part is a case of its own: from expression to text, the module and the pipeline made from it, the
-/// first call until it is submitted, the same to its end (with the driver's own compilation), and a later
-/// call until it is submitted.
+/// What is timed, in this order.
+const PARTS: [&str; 9] = [
+    TEXT,
+    "module, cold",
+    "module, warm",
+    "pipeline, cold",
+    "pipeline, warm",
+    SUBMITTED,
+    "driver, after that",
+    "first call, done",
+    "later call, submitted",
+];
+const TEXT: &str = "text";
+const SUBMITTED: &str = "first call, submitted";
+
+/// Each part is a case of its own. `text` is from expression to text. A module and a pipeline are made from it
+/// cold, and warm: of the same text once more. A first call is timed until it is submitted, and to its end; what
+/// it waits for longer than a later call does, once it is submitted, is the driver's own compilation.
 pub(crate) fn run(gpu: &Gpu, rounds: Option<usize>) -> Result<Found, Failure> {
     let mut found = Found::default();
     let (Some(device), rounds) = (gpu.device(), rounds.unwrap_or(5)) else { return Ok(found) };
@@ -27,57 +42,64 @@ pub(crate) fn run(gpu: &Gpu, rounds: Option<usize>) -> Result<Found, Failure> {
     let (q, k, v) = (tensor(&data[0])?, tensor(&data[1])?, tensor(&data[2])?);
     let out = gpu.zeros(DType::F32, q.shape())?;
     for (name, make) in cases() {
-        let mut parts: [Vec<f64>; 6] = Default::default();
+        let mut parts: [Vec<f64>; PARTS.len()] = Default::default();
         for round in 0..rounds {
             // Different constants are a new expression, a new text, a new pipeline, for the driver too.
             let attention = make(3 + round as i32)?;
             let plan = attention.plan(gpu, [&q, &k, &v, &out])?;
             let spec = &plan.passes.first().ok_or("the plan has no pass")?.spec;
             let (text, text_ms) = milliseconds(|| Ok(spec.text(Language::Wgsl)?))?;
-            let source = wgpu::ShaderSource::Wgsl(text.into());
-            let descriptor = wgpu::ShaderModuleDescriptor { label: Some(name), source };
-            let (module, module_ms) = milliseconds(|| Ok(device.create_shader_module(descriptor)))?;
-            let (_, pipeline_ms) = milliseconds(|| {
-                Ok(device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
+            let make_module = || {
+                let source = wgpu::ShaderSource::Wgsl(text.as_str().into());
+                let descriptor = wgpu::ShaderModuleDescriptor { label: Some(name), source };
+                milliseconds(|| Ok(device.create_shader_module(descriptor)))
+            };
+            let make_pipeline = |module: &wgpu::ShaderModule| {
+                let descriptor = wgpu::ComputePipelineDescriptor {
                     label: Some(name),
                     layout: None,
-                    module: &module,
+                    module,
                     entry_point: Some(spec.entry()),
                     compilation_options: wgpu::PipelineCompilationOptions::default(),
                     cache: None,
-                }))
-            })?;
+                };
+                milliseconds(|| Ok(device.create_compute_pipeline(&descriptor)))
+            };
+            let (cold, module_ms) = make_module()?;
+            let (_cold_pipeline, pipeline_ms) = make_pipeline(&cold)?;
+            let (warm, module_warm_ms) = make_module()?;
+            let (_warm_pipeline, pipeline_warm_ms) = make_pipeline(&warm)?;
             wait(device)?;
             let attention = make(1003 + round as i32)?;
-            let call = || -> Result<(), Failure> {
-                attention.forward_into(gpu, &q, &k, &v, &out)?;
-                Ok(())
+            let call = || -> Result<[f64; 2], Failure> {
+                let start = Instant::now();
+                let (_, submitted) = milliseconds(|| Ok(attention.forward_into(gpu, &q, &k, &v, &out)?))?;
+                wait(device)?;
+                Ok([submitted, start.elapsed().as_secs_f64() * 1e3])
             };
-            let start = Instant::now();
-            let (_, first_ms) = milliseconds(call)?;
-            wait(device)?;
-            let end_ms = start.elapsed().as_secs_f64() * 1e3;
-            let (_, later_ms) = milliseconds(call)?;
-            wait(device)?;
-            for (part, ms) in
-                parts.iter_mut().zip([text_ms, module_ms, pipeline_ms, first_ms, end_ms, later_ms])
-            {
+            let ([first_ms, end_ms], [later_ms, later_end_ms]) = (call()?, call()?);
+            let driver_ms = (end_ms - first_ms) - (later_end_ms - later_ms);
+            let times = [
+                text_ms,
+                module_ms,
+                module_warm_ms,
+                pipeline_ms,
+                pipeline_warm_ms,
+                first_ms,
+                driver_ms,
+                end_ms,
+                later_ms,
+            ];
+            for (part, ms) in parts.iter_mut().zip(times) {
                 part.push(ms);
             }
         }
-        let names = [
-            "text",
-            "module",
-            "pipeline",
-            "first call, submitted",
-            "first call, done",
-            "later call, submitted",
-        ];
-        for (part, times) in names.into_iter().zip(parts) {
+        for (part, times) in PARTS.into_iter().zip(parts) {
             let ms = median(times);
             let row = SIZES.row("compile", &format!("{name}: {part}"), gpu, DType::F32, 1.0);
-            found.rows.push(Row { ms, bytes: 0, ..row });
-            if part == "first call, submitted" {
+            let us = (part == TEXT).then_some(ms * 1e3);
+            found.rows.push(Row { ms, us, bytes: 0, ..row });
+            if part == SUBMITTED {
                 let what =
                     format!("{name}, first call without the driver's compilation, ms ({})", gpu.tier());
                 found.checks.push(Check { what, value: ms, bound: Bound::AtMost(150.0) });

@@ -44,6 +44,9 @@ struct Row {
     head_dim: usize,
     density: f64,
     ms: f64,
+    /// The same in microseconds, for what is too short to be read in milliseconds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    us: Option<f64>,
     baseline_ms: Option<f64>,
     ratio: Option<f64>,
     gflops: Option<f64>,
@@ -109,8 +112,15 @@ fn run() -> Result<(), Failure> {
     let suite = suites::find(name)
         .ok_or_else(|| format!("there is no suite {name}; there are {}", suites::names()))?;
     suite.check(&wanted)?;
+    if let Some(file) = &wanted.plot {
+        plot::check(file)?;
+    }
     let mut all = Found::default();
+    let machines = machines(&wanted, suite)?;
     if !wanted.json {
+        for gpu in machines.iter().flatten() {
+            println!("{} tier on {}", gpu.tier(), measure::adapter(gpu));
+        }
         println!(
             "{:<12} {:<30} {:>5} {:>6} {:>6} {:>7} {:>9} {:>9} {:>6} {:>8} {:>11}",
             "tier",
@@ -126,7 +136,7 @@ fn run() -> Result<(), Failure> {
             "bytes"
         );
     }
-    for gpu in machines(&wanted, suite)? {
+    for gpu in &machines {
         let found = (suite.run)(gpu.as_ref(), &wanted)?;
         for row in &found.rows {
             if wanted.json {
@@ -193,15 +203,16 @@ fn machines(wanted: &Wanted, suite: &suites::Suite) -> Result<Vec<Option<Gpu>>, 
 fn print(row: &Row) {
     let figure =
         |value: Option<f64>, digits: usize| value.map_or("-".to_owned(), |value| format!("{value:.digits$}"));
+    let time = row.us.map_or_else(|| format!("{:.3}", row.ms), |us| format!("{us:.0} us"));
     println!(
-        "{:<12} {:<30} {:>5} {:>6} {:>6} {:>6.2}% {:>9.3} {:>9} {:>6} {:>8} {:>11}",
+        "{:<12} {:<30} {:>5} {:>6} {:>6} {:>6.2}% {:>9} {:>9} {:>6} {:>8} {:>11}",
         row.tier,
         row.case,
         row.dtype,
         row.q_len,
         row.kv_len,
         row.density * 100.0,
-        row.ms,
+        time,
         figure(row.baseline_ms, 3),
         figure(row.ratio, 2),
         figure(row.gflops, 2),

@@ -43,6 +43,12 @@ pub(crate) fn median(mut values: Vec<f64>) -> f64 {
     }
 }
 
+/// The adapter and its driver.
+pub(crate) fn adapter(gpu: &Gpu) -> String {
+    let adapter = gpu.report().adapter.as_ref();
+    adapter.map_or("no adapter".to_owned(), |adapter| format!("{}, {}", adapter.name, adapter.driver))
+}
+
 /// Sizes of one call; one batch entry.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sizes {
@@ -95,11 +101,7 @@ impl Sizes {
             suite,
             case: case.to_owned(),
             tier: gpu.tier().name().to_owned(),
-            adapter: gpu
-                .report()
-                .adapter
-                .as_ref()
-                .map_or("none".to_owned(), |adapter| format!("{}, {}", adapter.name, adapter.driver)),
+            adapter: adapter(gpu),
             dtype: dtype.name(),
             batch: 1,
             q_heads: self.q_heads,

@@ -8,6 +8,16 @@ use std::path::Path;
 /// A curve: its name, and points (x, milliseconds).
 type Curves = BTreeMap<String, Vec<(f64, f64)>>;
 
+/// Refuses a name that says another format than SVG, before anything is measured.
+pub(crate) fn check(file: &Path) -> Result<(), Failure> {
+    if file.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("svg")) {
+        return Ok(());
+    }
+    let (name, instead) = (file.display(), file.with_extension("svg"));
+    Err(format!("--plot is {name} but plots are SVG; give a name that ends in .svg: {}", instead.display())
+        .into())
+}
+
 pub(crate) fn draw(rows: &[Row], file: &Path) -> Result<(), Failure> {
     let by_density = rows.iter().any(|row| row.suite == "sparse");
     let (x_name, curves) = if by_density { ("density", densities(rows)) } else { ("tokens", lengths(rows)) };

@@ -66,6 +66,11 @@ pub struct TileRow {
 
 const ANY: u32 = u32::MAX;
 
+/// The most 32-bit registers of an invocation that [`Tile::registers`] may be on a GPU. Apple's M1 and M2 have 128
+/// before they spill, as have Intel's at eight lanes; NVIDIA's (255) and AMD's (256) still run two
+/// workgroups side by side then.
+pub const REGISTERS: u32 = 128;
+
 const fn forward(
     adapter: Adapter,
     element: u32,
@@ -82,6 +87,16 @@ const fn forward(
 const fn decode(kernel: Kernel, element: u32, dims: [u32; 2], chunk: u32, v_rows: u32) -> TileRow {
     let tile = Tile { threads: 64, rows: 2, columns: 4, chunk, v_rows, stages: 0 };
     TileRow { kernel, adapter: Adapter::Any, element, head_dim: dims[0], v_dim: dims[1], tile }
+}
+
+/// The same with half the query rows.
+const fn narrow(row: TileRow) -> TileRow {
+    TileRow { tile: Tile { rows: row.tile.rows / 2, ..row.tile }, ..row }
+}
+
+/// The same on adapters that run on the CPU only.
+const fn software(row: TileRow) -> TileRow {
+    TileRow { adapter: Adapter::Software, ..row }
 }
 
 /// The same with twice the invocations, for devices that have many: what `Gpu::tune` tries beside the
@@ -136,44 +151,58 @@ const fn clusters(
 /// The tiles, best first among those for one kernel, element size and dims. For each there is one that
 /// needs at most 16 KiB of workgroup memory, the least that WebGPU promises.
 ///
-/// Where whole rows are staged (4 * chunk >= head_dim), barriers are saved and q stays in place. Above
-/// v_dim 256 the output alone would fill the registers of 4 rows, so an invocation has 2.
+/// Where whole rows are staged (4 * chunk >= head_dim), barriers are saved and q stays in place.
+///
+/// Rows of a wide output take more of [`REGISTERS`] each, so that an invocation has fewer of them. The kernels
+/// with subgroup operations keep eight rows of k or v besides: on GPUs they end at a dim of 64, and what is
+/// wider goes to the kernels without.
 pub const TILES: &[TileRow] = &[
     forward(Adapter::Software, 4, [ANY, 64], 8, 8, 16),
     forward(Adapter::Software, 2, [64, 64], 8, 16, 32),
     forward(Adapter::Any, 4, [32, 64], 4, 8, 16),
     forward(Adapter::Any, 4, [64, 64], 4, 16, 32),
+    wide(forward(Adapter::Any, 4, [64, 64], 4, 8, 16)),
     forward(Adapter::Any, 4, [ANY, 64], 4, 8, 16),
     forward(Adapter::Any, 4, [ANY, 128], 4, 16, 16),
     forward(Adapter::Any, 4, [ANY, 128], 4, 8, 8),
-    forward(Adapter::Any, 4, [ANY, 256], 4, 16, 8),
-    forward(Adapter::Any, 4, [ANY, 256], 4, 8, 4),
-    forward(Adapter::Any, 4, [ANY, 512], 2, 8, 4),
+    forward(Adapter::Software, 4, [ANY, 256], 4, 16, 8),
+    forward(Adapter::Software, 4, [ANY, 256], 4, 8, 4),
+    forward(Adapter::Software, 4, [ANY, 512], 2, 8, 4),
+    forward(Adapter::Any, 4, [ANY, 256], 2, 16, 8),
+    forward(Adapter::Any, 4, [ANY, 256], 2, 8, 4),
+    forward(Adapter::Any, 4, [ANY, 512], 1, 8, 4),
     forward(Adapter::Any, 2, [32, 32], 4, 8, 32),
     forward(Adapter::Any, 2, [64, 64], 4, 16, 32),
-    forward(Adapter::Any, 2, [128, 128], 4, 32, 32),
-    forward(Adapter::Any, 2, [ANY, 128], 4, 16, 16),
-    forward(Adapter::Any, 2, [ANY, 256], 4, 16, 8),
-    forward(Adapter::Any, 2, [ANY, 512], 2, 16, 8),
-    wide(forward(Adapter::Any, 4, [64, 64], 4, 8, 16)),
     wide(forward(Adapter::Any, 2, [64, 64], 4, 16, 32)),
+    forward(Adapter::Any, 2, [128, 128], 4, 32, 32),
     wide(forward(Adapter::Any, 2, [128, 128], 4, 16, 16)),
+    forward(Adapter::Any, 2, [ANY, 128], 4, 16, 16),
+    forward(Adapter::Software, 2, [ANY, 256], 4, 16, 8),
+    forward(Adapter::Software, 2, [ANY, 512], 2, 16, 8),
+    forward(Adapter::Any, 2, [ANY, 256], 2, 16, 8),
+    forward(Adapter::Any, 2, [ANY, 512], 1, 16, 8),
     decode(Kernel::DecodeSplit, 4, [32, 64], 8, 16),
     decode(Kernel::DecodeSplit, 4, [ANY, 64], 16, 32),
     decode(Kernel::DecodeSplit, 4, [ANY, 128], 16, 16),
     decode(Kernel::DecodeSplit, 4, [ANY, 256], 16, 8),
-    decode(Kernel::DecodeSplit, 4, [ANY, 512], 16, 4),
+    software(decode(Kernel::DecodeSplit, 4, [ANY, 512], 16, 4)),
+    narrow(decode(Kernel::DecodeSplit, 4, [ANY, 512], 16, 4)),
     decode(Kernel::DecodeSplit, 2, [32, 64], 8, 32),
     decode(Kernel::DecodeSplit, 2, [64, 64], 16, 32),
     decode(Kernel::DecodeSplit, 2, [ANY, 128], 32, 32),
     decode(Kernel::DecodeSplit, 2, [ANY, 256], 32, 16),
-    decode(Kernel::DecodeSplit, 2, [ANY, 512], 32, 8),
+    software(decode(Kernel::DecodeSplit, 2, [ANY, 512], 32, 8)),
+    narrow(decode(Kernel::DecodeSplit, 2, [ANY, 512], 32, 8)),
     unstaged(Kernel::DecodeSubgroup, Adapter::Software, 4, [64, 64], 8, 4),
+    unstaged(Kernel::DecodeSubgroup, Adapter::Software, 4, [128, 128], 4, 4),
+    unstaged(Kernel::DecodeSubgroup, Adapter::Software, 4, [256, 256], 2, 4),
     unstaged(Kernel::DecodeSubgroup, Adapter::Software, 2, [64, 64], 8, 4),
-    unstaged(Kernel::DecodeSubgroup, Adapter::Any, 4, [128, 128], 4, 4),
-    unstaged(Kernel::DecodeSubgroup, Adapter::Any, 2, [128, 128], 4, 4),
-    unstaged(Kernel::DecodeSubgroup, Adapter::Any, 4, [256, 256], 2, 4),
-    unstaged(Kernel::DecodeSubgroup, Adapter::Any, 2, [256, 256], 2, 4),
+    unstaged(Kernel::DecodeSubgroup, Adapter::Software, 2, [128, 128], 4, 4),
+    unstaged(Kernel::DecodeSubgroup, Adapter::Software, 2, [256, 256], 2, 4),
+    unstaged(Kernel::DecodeSubgroup, Adapter::Any, 4, [32, 32], 4, 4),
+    unstaged(Kernel::DecodeSubgroup, Adapter::Any, 4, [64, 64], 2, 4),
+    unstaged(Kernel::DecodeSubgroup, Adapter::Any, 2, [32, 32], 4, 4),
+    unstaged(Kernel::DecodeSubgroup, Adapter::Any, 2, [64, 64], 2, 4),
     decode(Kernel::DecodeCombine, 4, [32, 64], 8, 16),
     decode(Kernel::DecodeCombine, 4, [ANY, 64], 16, 32),
     decode(Kernel::DecodeCombine, 4, [ANY, 128], 16, 16),
@@ -186,16 +215,20 @@ pub const TILES: &[TileRow] = &[
     decode(Kernel::DecodeCombine, 2, [ANY, 512], 32, 8),
     clusters(Kernel::ForwardSubgroup, Adapter::Software, 4, 64, 32, [16, 1]),
     clusters(Kernel::ForwardSubgroup, Adapter::Software, 4, 128, 64, [8, 1]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Software, 4, 256, 64, [2, 1]),
     clusters(Kernel::ForwardSubgroup, Adapter::Software, 2, 64, 32, [16, 1]),
     clusters(Kernel::ForwardSubgroup, Adapter::Software, 2, 128, 64, [8, 1]),
-    clusters(Kernel::ForwardSubgroup, Adapter::Any, 4, 128, 64, [4, 2]),
-    clusters(Kernel::ForwardSubgroup, Adapter::Any, 4, 128, 64, [4, 1]),
-    clusters(Kernel::ForwardSubgroup, Adapter::Any, 4, 128, 128, [4, 2]),
-    clusters(Kernel::ForwardSubgroup, Adapter::Any, 4, 256, 64, [2, 1]),
-    clusters(Kernel::ForwardSubgroup, Adapter::Any, 2, 128, 64, [4, 2]),
-    clusters(Kernel::ForwardSubgroup, Adapter::Any, 2, 128, 64, [4, 1]),
-    clusters(Kernel::ForwardSubgroup, Adapter::Any, 2, 128, 128, [4, 2]),
-    clusters(Kernel::ForwardSubgroup, Adapter::Any, 2, 256, 64, [2, 1]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Software, 2, 256, 64, [2, 1]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Any, 4, 32, 64, [4, 2]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Any, 4, 32, 128, [4, 2]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Any, 4, 64, 64, [2, 2]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Any, 4, 64, 64, [2, 1]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Any, 4, 64, 128, [2, 2]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Any, 2, 32, 64, [4, 2]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Any, 2, 32, 128, [4, 2]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Any, 2, 64, 64, [2, 2]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Any, 2, 64, 64, [2, 1]),
+    clusters(Kernel::ForwardSubgroup, Adapter::Any, 2, 64, 128, [2, 2]),
     matrices(Adapter::Software, 2, 64, 8, 16),
     matrices(Adapter::Software, 2, 256, 8, 32),
     matrices(Adapter::Any, 2, 64, 8, 16),
@@ -288,8 +321,8 @@ impl Tile {
     ///
     /// # Errors
     ///
-    /// [`Error::Limit`] when it has not enough for any, [`Error::Unsupported`] when v_dim is too large
-    /// for the kernel: run it on slices of v's columns.
+    /// [`Error::Limit`] when it has not enough for any, [`Error::Unsupported`] when a dim is too large
+    /// for the kernel.
     pub fn choose(
         kernel: Kernel,
         dtype: DType,
@@ -317,9 +350,14 @@ impl Tile {
             }),
             None => Err(Error::unsupported(format!(
                 "head_dim is {head_dim} and v_dim {v_dim} but the {} kernel has tiles up to v_dim {} only; \
-                 run it on slices of v's columns",
+                 {}",
                 kernel.entry(),
-                rows.clone().map(|row| row.v_dim).max().unwrap_or(0)
+                rows.clone().map(|row| row.v_dim).max().unwrap_or(0),
+                if kernel.uses_subgroups() {
+                    "use the kernel without subgroup operations"
+                } else {
+                    "run it on slices of v's columns"
+                }
             ))),
         }
     }
@@ -330,6 +368,26 @@ impl Tile {
             Kernel::ForwardCoop => 32,
             Kernel::DecodeSubgroup => self.rows,
             _ => self.threads / 8 * self.rows,
+        }
+    }
+
+    /// 32-bit registers of an invocation that the values which a kernel names fill at the same time, in its loop
+    /// over the keys; addresses come on top. Nothing for kernels that are not counted.
+    pub const fn registers(&self, kernel: Kernel, head_dim: u32, v_dim: u32) -> Option<u32> {
+        let widest = if head_dim > v_dim { head_dim } else { v_dim };
+        // Of each row the scores, maximum, sum and position; in decode its head too.
+        let row = self.columns + if kernel.is_forward() { 3 } else { 4 };
+        match kernel {
+            // q and the output; eight rows of k or v, and the sums of eight columns of one row.
+            Kernel::ForwardSubgroup | Kernel::DecodeSubgroup => {
+                let line = 4 * widest.div_ceil(32);
+                Some(self.rows * (2 * line + row) + 8 * line + 8)
+            }
+            // The output; a vec4 of q and of each of the columns.
+            Kernel::Forward | Kernel::DecodeSplit => {
+                Some(self.rows * (4 * v_dim.div_ceil(32) + row) + 4 * self.columns + 4)
+            }
+            _ => None,
         }
     }
 

@@ -15,8 +15,8 @@ use crate::{DType, Error, Result};
 /// use flexattn::kernels::Tuning;
 ///
 /// # fn main() -> flexattn::Result<()> {
-/// let tuning = Tuning::from_text("forward_subgroup 4 64 t64-4x2\n")?;
-/// assert_eq!(tuning.to_string(), "forward_subgroup 4 64 t64-4x2\n");
+/// let tuning = Tuning::from_text("forward_subgroup 4 64 t64-2x2\n")?;
+/// assert_eq!(tuning.to_string(), "forward_subgroup 4 64 t64-2x2\n");
 /// assert!(Tuning::from_text("forward 4 64 t1-1x1").is_err());
 /// # Ok(())
 /// # }

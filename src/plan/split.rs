@@ -139,6 +139,15 @@ impl Cutter<'_> {
         Ok(pieces)
     }
 
+    /// All workgroups as one piece, whatever their work; none when the tensors need several windows.
+    pub(super) fn whole(&self) -> Option<Piece> {
+        if self.groups == 0 {
+            return None;
+        }
+        let windows = self.windows(0, self.groups).ok()?;
+        Some(Piece { first: 0, end: self.groups, work: self.work, windows, ranges: Vec::new() })
+    }
+
     fn cut(&self, first: u32, end: u32, pieces: &mut Vec<Piece>) -> Result<()> {
         let work = self.work * f64::from(end - first) / f64::from(self.groups);
         let windows = self.windows(first, end);

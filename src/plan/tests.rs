@@ -163,6 +163,85 @@ fn lists_within_ranges_hold_every_block_once() {
     }
 }
 
+/// A call of one query over a cache; heads are those of queries and keys.
+fn cache_call(batch: usize, heads: [usize; 2], lengths: [usize; 2], profile: &Profile) -> Plan {
+    let sizes = Sizes { batch, heads, lengths, dim: 64 };
+    plan(&sizes, profile, &Cache::default(), None).unwrap()
+}
+
+fn is_decode(plan: &Plan) -> bool {
+    plan.passes.iter().all(|pass| {
+        matches!(pass.spec.kernel, Kernel::DecodeSplit | Kernel::DecodeSubgroup | Kernel::DecodeCombine)
+    })
+}
+
+#[test]
+fn decode_past_the_budget_is_cut_between_its_workgroups() {
+    for tier in [Tier::Portable, Tier::Subgroup] {
+        let limits = Limits { storage_binding: 4 << 30, ..Limits::default() };
+        let profile = Profile { software: true, limits, ..Profile::floor(tier) };
+        let plan = cache_call(8, [8, 8], [1, 131_072], &profile);
+        let (combine, splits) = plan.passes.split_last().unwrap();
+        assert!(is_decode(&plan) && combine.spec.kernel == Kernel::DecodeCombine);
+        assert!(splits.len() > 1);
+        let mut next = 0;
+        for pass in splits {
+            let params = params(pass);
+            assert_eq!(params.first_group, next);
+            let [x, y, z] = pass.grid;
+            assert!(x * y * z >= params.groups - params.first_group && params.fold == x);
+            assert!(pass.work <= Plan::budget(&profile));
+            next = params.groups;
+        }
+        // Of one row each, so one tile.
+        let clusters = if tier == Tier::Subgroup { 8 } else { 1 };
+        assert_eq!(next, params(combine).splits / clusters * 64);
+        let all = 8.0 * 8.0 * 131_072.0 * 128.0;
+        assert!((splits.iter().map(|pass| pass.work).sum::<f64>() / all - 1.0).abs() < 1e-6);
+    }
+}
+
+#[test]
+fn decode_ends_at_its_bounds_of_queries_rows_and_keys() {
+    for tier in [Tier::Portable, Tier::Subgroup, Tier::CoopMatrix, Tier::Metal] {
+        let profile = Profile::floor(tier);
+        let decodes = |heads, lengths| is_decode(&cache_call(1, heads, lengths, &profile));
+        for (heads, inside, outside) in
+            [([1, 1], [32, 512], [33, 512]), ([4, 1], [16, 512], [17, 512]), ([1, 1], [1, 512], [1, 511])]
+        {
+            assert!(decodes(heads, inside) && !decodes(heads, outside), "{tier} {heads:?} {outside:?}");
+        }
+        // 65 packed rows, where 64 would do.
+        assert!(decodes([4, 1], [16, 4096]) && !decodes([5, 1], [13, 4096]), "{tier}");
+    }
+    assert!(!is_decode(&cache_call(1, [1, 1], [1, 4096], &Profile::floor(Tier::Cpu))));
+}
+
+#[test]
+fn parts_follow_the_length_the_heads_and_the_adapter() {
+    let parts = |heads, kv_len, software| {
+        let limits = Limits { storage_binding: 4 << 30, ..Limits::default() };
+        let profile = Profile { software, limits, ..Profile::floor(Tier::Portable) };
+        params(&cache_call(1, [heads; 2], [1, kv_len], &profile).passes[0]).splits
+    };
+    // At least 256 keys to a part, and at most 128 parts.
+    assert_eq!([512, 1024, 4096, 32_768, 131_072].map(|len| parts(1, len, false)), [2, 4, 16, 128, 128]);
+    // Workgroups enough to fill the machine, no matter of how many heads.
+    assert_eq!([1, 2, 16, 64, 256].map(|heads| parts(heads, 4096, false)), [16, 16, 16, 4, 1]);
+    // A CPU has fewer cores to fill, but a driver that bounds what a workgroup may go through.
+    assert_eq!([1, 2, 16, 64].map(|heads| parts(heads, 4096, true)), [16, 8, 1, 1]);
+    assert_eq!([8192, 8193, 65_536].map(|len| parts(64, len, true)), [1, 2, 8]);
+}
+
+#[test]
+fn a_cache_longer_than_a_binding_goes_through_the_forward_kernel() {
+    let limits = Limits { storage_binding: 1 << 20, ..Limits::default() };
+    let profile = Profile { limits, ..Profile::floor(Tier::Portable) };
+    assert!(is_decode(&cache_call(1, [1, 1], [1, 4096], &profile)));
+    let windows = cache_call(1, [1, 1], [1, 4097], &profile);
+    assert!(windows.passes.iter().any(|pass| pass.spec.kernel == Kernel::Forward));
+}
+
 #[test]
 fn a_block_longer_than_a_binding_is_refused_with_the_limit() {
     let sizes = Sizes { batch: 1, heads: [1, 1], lengths: [1, 1000], dim: 16 };

@@ -12,7 +12,8 @@ fn case(seed: u64) -> Case {
     let mut up_to = |most: usize| 1 + numbers.below(most);
     let (batch, kv_heads, group) = (up_to(3), up_to(2), up_to(3));
     let shared = up_to(4) == 1;
-    // Few queries take the kernels of decoding.
+    // A third of the calls have fewer rows than a tile. Caches long enough for the kernels of decode are in
+    // tests/decode.rs.
     let q_len = if up_to(3) == 1 { up_to(6) } else { up_to(160) };
     let kv_len = up_to(200);
     let (window, step) = (up_to(80) as i32, up_to(6) as i32);
