@@ -44,8 +44,8 @@ fn sum_of(ops: &[(Op, Vec<Type>)]) -> ScoreMod {
             [Type::Bool, ..] => vec![apply(Op::Gt, &[bent.clone(), a.clone()]), score.clone(), b.clone()],
             _ => vec![
                 bent.clone(),
-                apply(Op::Neg, &[apply(Op::Exp, &[a.clone()])]),
-                apply(Op::Exp, &[b.clone()]),
+                apply(Op::Neg, &[apply(Op::Exp, std::slice::from_ref(&a))]),
+                apply(Op::Exp, std::slice::from_ref(&b)),
             ],
         };
         let part = apply(Op::Mul, &[tamed(op, &args), Expr::constant(0.25f32)]);
