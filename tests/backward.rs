@@ -3,6 +3,8 @@
 mod captured;
 mod case;
 mod edges;
+pub(crate) mod ops;
+mod prebuilt;
 mod random;
 mod wanted;
 

@@ -164,6 +164,15 @@ fn dk_or_dv_alone_is_what_both_together_give() {
     }
 }
 
+#[test]
+#[cfg(feature = "wgpu")]
+fn kinks_at_a_score_of_exactly_zero_have_the_documented_derivatives() {
+    for loader in Loader::ALL {
+        let Some(emulator) = emulator(loader) else { return };
+        crate::backward::ops::kinks_follow_the_documented_convention(&emulator);
+    }
+}
+
 /// As for forward: neither the last bits of exp2 nor the order within a product are promised, and NaN and
 /// infinity may be assumed away.
 #[test]

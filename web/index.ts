@@ -855,14 +855,17 @@ export interface BackwardOptions<R extends Residence = Residence> extends CallOp
   readonly wantsCaptures?: readonly string[] | undefined;
 }
 
-/** Gradients. What was not asked for is `null`. */
+/** Gradients. What was not asked for is `null`. Two calls give the same bits, but for some of `captures`. */
 export interface Gradients<R extends Residence, D extends HostData | GPUBuffer = HostData | GPUBuffer> {
   readonly dq: OutputTensor<DataIn<R, D>> | null;
   readonly dk: OutputTensor<DataIn<R, D>> | null;
   readonly dv: OutputTensor<DataIn<R, D>> | null;
   /** `[heads]`: of the attention sinks. */
   readonly dsinks: FloatsIn<R> | null;
-  /** By name, in the capture's shape, f32. */
+  /**
+   * By name, in the capture's shape, f32. Of a capture that is indexed by `q` and `kv` together and whose elements several
+   * pairs read, such as a table of distances, the last bits may differ from call to call: its sums are made in any order.
+   */
   readonly captures: Readonly<Record<string, FloatsIn<R>>>;
 }
 

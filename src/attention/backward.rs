@@ -100,8 +100,15 @@ impl Attention {
     ///
     /// # Errors
     ///
-    /// As [`Attention::forward`], and [`Error::Capture`] for the gradient of a tensor that the score_mod
-    /// does not read as floats.
+    /// As [`Attention::forward`], and:
+    ///
+    /// - [`Error::Shape`] and [`Error::Dtype`] when out, lse, dout or dlse do not fit q, k and v;
+    /// - [`Error::Capture`] for the gradient of a tensor that the score_mod does not read, does not read as
+    ///   floats, or reads at an index that depends on the score, and for that of sinks where there are none;
+    /// - [`Error::Unsupported`] when head_dim is above 1792, and when one captured tensor lives on the device
+    ///   and another in host memory: the kernels bind one buffer of them;
+    /// - [`Error::Limit`] when the row statistics, the gradients of captured tensors or the captured tensors
+    ///   themselves do not fit one binding; [`Error::Overflow`] when there are too many to count in 32 bits.
     ///
     /// # Example
     ///
@@ -177,13 +184,13 @@ impl Attention {
         R::Buffer: Any + PartialEq,
     {
         let planned = self.plan_backward(runtime, saved, dout, dlse, wanted)?;
-        let BackwardPlan { plan, dsink_at, dkv, captured } = &planned;
+        let BackwardPlan { plan, dsink_at, dkv, dkv_elements, captured } = &planned;
         let dtype = saved.q.dtype();
         let stats = plan.create_stats(runtime)?;
         let dq = wanted.q.then(|| Tensor::named(runtime, "dq", dtype, saved.q.shape())).transpose()?;
         let [dk_layout, dv_layout] = *dkv;
         let dkv = if wanted.k || wanted.v {
-            let bytes = (dv_layout.end().max(dk_layout.end()) * dtype.size()) as u64;
+            let bytes = (dkv_elements * dtype.size()) as u64;
             Some(runtime.create("dk and dv", bytes, Usage::Tensor)?)
         } else {
             None

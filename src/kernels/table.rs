@@ -71,6 +71,10 @@ const ANY: u32 = u32::MAX;
 /// workgroups side by side then.
 pub const REGISTERS: u32 = 128;
 
+/// The largest dims of dq, dk and dv: an invocation keeps an eighth of four rows of dk and of dv, both as
+/// long as the longer one, and WGSL promises 8 KiB for all variables of a function.
+const LARGEST: [u32; 2] = [1792, 1024];
+
 const fn forward(
     adapter: Adapter,
     element: u32,
@@ -129,9 +133,9 @@ const fn matrices(adapter: Adapter, element: u32, up_to: u32, edge: u32, chunk: 
 }
 
 /// The rows of a gradient kernel. 3 stages only where a chunk is a whole row.
-const fn gradient(kernel: Kernel, element: u32, up_to: u32, chunk: u32, stages: u32) -> TileRow {
+const fn gradient(kernel: Kernel, element: u32, dims: [u32; 2], chunk: u32, stages: u32) -> TileRow {
     let tile = Tile { threads: 64, rows: 4, columns: 4, chunk, v_rows: 0, stages };
-    TileRow { kernel, adapter: Adapter::Any, element, head_dim: up_to, v_dim: up_to, tile }
+    TileRow { kernel, adapter: Adapter::Any, element, head_dim: dims[0], v_dim: dims[1], tile }
 }
 
 /// The row of a kernel that spreads rows over lanes: clusters of 8 invocations with `rows` rows each, and
@@ -238,24 +242,24 @@ pub const TILES: &[TileRow] = &[
     matrices(Adapter::Any, 4, 256, 8, 8),
     unstaged(Kernel::Merge, Adapter::Any, 4, [ANY, ANY], 0, 0),
     unstaged(Kernel::Merge, Adapter::Any, 2, [ANY, ANY], 0, 0),
-    gradient(Kernel::Delta, 4, 1024, 0, 0),
-    gradient(Kernel::Dsink, 4, 1024, 0, 0),
-    gradient(Kernel::Delta, 2, 1024, 0, 0),
-    gradient(Kernel::Dsink, 2, 1024, 0, 0),
-    gradient(Kernel::Dq, 4, 32, 8, 3),
-    gradient(Kernel::Dq, 4, 64, 16, 3),
-    gradient(Kernel::Dq, 4, 1024, 8, 2),
-    gradient(Kernel::Dq, 2, 32, 8, 3),
-    gradient(Kernel::Dq, 2, 64, 16, 3),
-    gradient(Kernel::Dq, 2, 128, 32, 3),
-    gradient(Kernel::Dq, 2, 1024, 16, 2),
-    gradient(Kernel::Dkv, 4, 32, 8, 3),
-    gradient(Kernel::Dkv, 4, 64, 16, 3),
-    gradient(Kernel::Dkv, 4, 1024, 8, 2),
-    gradient(Kernel::Dkv, 2, 32, 8, 3),
-    gradient(Kernel::Dkv, 2, 64, 16, 3),
-    gradient(Kernel::Dkv, 2, 128, 32, 3),
-    gradient(Kernel::Dkv, 2, 1024, 16, 2),
+    gradient(Kernel::Delta, 4, [ANY, ANY], 0, 0),
+    gradient(Kernel::Dsink, 4, [ANY, ANY], 0, 0),
+    gradient(Kernel::Delta, 2, [ANY, ANY], 0, 0),
+    gradient(Kernel::Dsink, 2, [ANY, ANY], 0, 0),
+    gradient(Kernel::Dq, 4, [32, 32], 8, 3),
+    gradient(Kernel::Dq, 4, [64, 64], 16, 3),
+    gradient(Kernel::Dq, 4, LARGEST, 8, 2),
+    gradient(Kernel::Dq, 2, [32, 32], 8, 3),
+    gradient(Kernel::Dq, 2, [64, 64], 16, 3),
+    gradient(Kernel::Dq, 2, [128, 128], 32, 3),
+    gradient(Kernel::Dq, 2, LARGEST, 16, 2),
+    gradient(Kernel::Dkv, 4, [32, 32], 8, 3),
+    gradient(Kernel::Dkv, 4, [64, 64], 16, 3),
+    gradient(Kernel::Dkv, 4, LARGEST, 8, 2),
+    gradient(Kernel::Dkv, 2, [32, 32], 8, 3),
+    gradient(Kernel::Dkv, 2, [64, 64], 16, 3),
+    gradient(Kernel::Dkv, 2, [128, 128], 32, 3),
+    gradient(Kernel::Dkv, 2, LARGEST, 16, 2),
     clusters(Kernel::DqSubgroup, Adapter::Software, 4, 64, 32, [8, 1]),
     clusters(Kernel::DqSubgroup, Adapter::Software, 2, 64, 32, [8, 1]),
     clusters(Kernel::DkvSubgroup, Adapter::Software, 4, 64, 32, [8, 1]),
@@ -268,22 +272,22 @@ pub const TILES: &[TileRow] = &[
     clusters(Kernel::DkvSubgroup, Adapter::Any, 4, 128, 64, [2, 1]),
     clusters(Kernel::DkvSubgroup, Adapter::Any, 2, 64, 64, [4, 1]),
     clusters(Kernel::DkvSubgroup, Adapter::Any, 2, 128, 64, [2, 1]),
-    gradient(Kernel::CapturedRows, 4, 32, 8, 3),
-    gradient(Kernel::CapturedRows, 4, 64, 16, 3),
-    gradient(Kernel::CapturedRows, 4, 1024, 8, 2),
-    gradient(Kernel::CapturedRows, 2, 32, 8, 3),
-    gradient(Kernel::CapturedRows, 2, 64, 16, 3),
-    gradient(Kernel::CapturedRows, 2, 128, 32, 3),
-    gradient(Kernel::CapturedRows, 2, 1024, 16, 2),
-    gradient(Kernel::CapturedColumns, 4, 32, 8, 3),
-    gradient(Kernel::CapturedColumns, 4, 64, 16, 3),
-    gradient(Kernel::CapturedColumns, 4, 1024, 8, 2),
-    gradient(Kernel::CapturedColumns, 2, 32, 8, 3),
-    gradient(Kernel::CapturedColumns, 2, 64, 16, 3),
-    gradient(Kernel::CapturedColumns, 2, 128, 32, 3),
-    gradient(Kernel::CapturedColumns, 2, 1024, 16, 2),
-    gradient(Kernel::CapturedScatter, 4, 1024, 8, 2),
-    gradient(Kernel::CapturedScatter, 2, 1024, 16, 2),
+    gradient(Kernel::CapturedRows, 4, [32, 32], 8, 3),
+    gradient(Kernel::CapturedRows, 4, [64, 64], 16, 3),
+    gradient(Kernel::CapturedRows, 4, [ANY, ANY], 8, 2),
+    gradient(Kernel::CapturedRows, 2, [32, 32], 8, 3),
+    gradient(Kernel::CapturedRows, 2, [64, 64], 16, 3),
+    gradient(Kernel::CapturedRows, 2, [128, 128], 32, 3),
+    gradient(Kernel::CapturedRows, 2, [ANY, ANY], 16, 2),
+    gradient(Kernel::CapturedColumns, 4, [32, 32], 8, 3),
+    gradient(Kernel::CapturedColumns, 4, [64, 64], 16, 3),
+    gradient(Kernel::CapturedColumns, 4, [ANY, ANY], 8, 2),
+    gradient(Kernel::CapturedColumns, 2, [32, 32], 8, 3),
+    gradient(Kernel::CapturedColumns, 2, [64, 64], 16, 3),
+    gradient(Kernel::CapturedColumns, 2, [128, 128], 32, 3),
+    gradient(Kernel::CapturedColumns, 2, [ANY, ANY], 16, 2),
+    gradient(Kernel::CapturedScatter, 4, [ANY, ANY], 8, 2),
+    gradient(Kernel::CapturedScatter, 2, [ANY, ANY], 16, 2),
 ];
 
 impl TileRow {
@@ -321,8 +325,8 @@ impl Tile {
     ///
     /// # Errors
     ///
-    /// [`Error::Limit`] when it has not enough for any, [`Error::Unsupported`] when a dim is too large
-    /// for the kernel.
+    /// [`Error::Limit`] when it has not enough for any, [`Error::Unsupported`] when head_dim or v_dim is
+    /// too large for the kernel.
     pub fn choose(
         kernel: Kernel,
         dtype: DType,
@@ -348,17 +352,23 @@ impl Tile {
                 available: available.into(),
                 remedy: "request a device with the larger limit".into(),
             }),
-            None => Err(Error::unsupported(format!(
-                "head_dim is {head_dim} and v_dim {v_dim} but the {} kernel has tiles up to v_dim {} only; \
-                 {}",
-                kernel.entry(),
-                rows.clone().map(|row| row.v_dim).max().unwrap_or(0),
-                if kernel.uses_subgroups() {
-                    "use the kernel without subgroup operations"
+            None => {
+                let most = |dim: fn(&TileRow) -> u32| rows.clone().map(dim).max().unwrap_or(0);
+                let (most_head, most_v) = (most(|row| row.head_dim), most(|row| row.v_dim));
+                let (name, dim, most, remedy) = if head_dim > most_head {
+                    ("head_dim", head_dim, most_head, "give q and k fewer columns")
                 } else {
-                    "run it on slices of v's columns"
-                }
-            ))),
+                    ("v_dim", v_dim, most_v, "run it on slices of v's columns")
+                };
+                let remedy = match kernel.uses_subgroups() {
+                    true => "use the kernel without subgroup operations",
+                    false => remedy,
+                };
+                Err(Error::unsupported(format!(
+                    "{name} is {dim} but the {} kernel has tiles up to {name} {most} only; {remedy}",
+                    kernel.entry()
+                )))
+            }
         }
     }
 

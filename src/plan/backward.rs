@@ -28,7 +28,7 @@ pub struct Backward<'a> {
     pub wanted: Wanted,
 }
 
-/// Which gradients a backward call computes. The others cost nothing.
+/// Which gradients a backward call computes. The others cost neither time nor memory.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Wanted {
     /// Of q.
@@ -78,8 +78,11 @@ pub struct BackwardPlan {
     pub plan: Plan,
     /// Where the sinks' gradient begins in the statistics.
     pub dsink_at: usize,
-    /// The layout of dk and of dv in the buffer of [`super::Role::Dkv`].
+    /// The layout of dk and of dv in the buffer of [`super::Role::Dkv`]. One that is not wanted has no
+    /// place there.
     pub dkv: [Layout; 2],
+    /// Elements of that buffer.
+    pub dkv_elements: usize,
     /// The captured tensors' gradients.
     pub captured: CapturedPlaces,
 }
@@ -136,8 +139,14 @@ pub fn backward(back: &Backward<'_>, profile: &Profile, cache: &Cache) -> Result
     let rows = shape.rows();
     let dsink_terms = 2 * rows;
     let dk_layout = Layout::contiguous([shape.kv_batch, shape.kv_heads, shape.kv_len, shape.head_dim])?;
+    // dv follows dk, where that is wanted.
     let dv_layout = Layout::contiguous([shape.kv_batch, shape.kv_heads, shape.kv_len, shape.v_dim])?
-        .at(dk_layout.elements().next_multiple_of(4))?;
+        .at(if wanted.k { dk_layout.elements().next_multiple_of(4) } else { 0 })?;
+    let dkv_elements = match (wanted.k, wanted.v) {
+        (_, true) => dv_layout.end(),
+        (true, false) => dk_layout.end(),
+        (false, false) => 0,
+    };
     let dq_layout = Layout::contiguous([shape.batch, shape.q_heads, shape.q_len, shape.head_dim])?;
 
     let base = Params {
@@ -171,7 +180,7 @@ pub fn backward(back: &Backward<'_>, profile: &Profile, cache: &Cache) -> Result
         }
     }
 
-    let bindings = Bindings { back, profile, gradients: [dq_layout, dk_layout, dv_layout] };
+    let bindings = Bindings { back, profile, gradients: [dq_layout, dk_layout, dv_layout], dkv_elements };
     let mut builder = Passes {
         bindings,
         cache,
@@ -256,6 +265,7 @@ pub fn backward(back: &Backward<'_>, profile: &Profile, cache: &Cache) -> Result
         plan: Plan { passes, constants, scratch: Vec::new(), stats },
         dsink_at: 3 * rows,
         dkv: [dk_layout, dv_layout],
+        dkv_elements,
         captured,
     })
 }

@@ -70,6 +70,8 @@ pub(super) struct Bindings<'a> {
     pub(super) profile: &'a Profile,
     /// dq, dk and dv.
     pub(super) gradients: [Layout; 3],
+    /// Elements of the buffer of dk and dv.
+    pub(super) dkv_elements: usize,
 }
 
 /// What a launch may be.
@@ -109,13 +111,13 @@ impl Bindings<'_> {
             let bytes = (end * self.back.call.dtype.size()) as u64;
             Operand { layout, buffer: bytes.next_multiple_of(4) }
         };
-        let [dq, dk, dv] = self.gradients;
+        let [dq, dk, _] = self.gradients;
         match role {
             Role::Dout => self.back.dout,
             Role::Lse => self.back.lse,
             Role::Dlse => self.back.dlse.unwrap_or(self.back.lse),
             Role::Dq => made(dq, dq.end()),
-            Role::Dkv | Role::Captured => made(dk, dk.end().max(dv.end())),
+            Role::Dkv | Role::Captured => made(dk, self.dkv_elements),
             Role::Q | Role::K | Role::V | Role::Out => *self.back.call.operand(role),
         }
     }

@@ -313,6 +313,49 @@ fn gradients_of_what_has_none_are_refused_by_name() {
 }
 
 #[test]
+fn very_wide_heads_have_gradients_and_still_wider_ones_are_refused_by_name() {
+    let table = Capture::f32("table", &Numbers::new(7).normals(40), &[40]).unwrap();
+    let score = ScoreMod::new(|s| s.score() + table.at([s.q() - s.kv() + 20]));
+    let full = std::env::var_os("FLEXATTN_FULL").is_some();
+    for gpu in tiers() {
+        let wide = sizes([1, 1, 1], [9, 40], [1280, 64]);
+        let widest = sizes([1, 1, 1], [5, 140], [1792, 512]);
+        // A GPU takes long to compile these; captured tensors have one kernel on Portable and Subgroup.
+        let captures: &[&str] = if gpu.tier() != Tier::Subgroup || full { &["table"] } else { &[] };
+        Case { score: Some(score.clone()), ..Case::new(wide) }.check(&gpu, captures, captures);
+        if gpu.tier() == Tier::Cpu || full {
+            Case { score: Some(score.clone()), ..Case::new(widest) }.check(&gpu, &[], &[]);
+        }
+        let wider = Case::new(sizes([1, 1, 1], [2, 3], [1793, 8]));
+        let refused = wider.run(&gpu, &Wanted::qkv()).unwrap_err();
+        let message = refused.to_string();
+        assert!(refused.is_unsupported() && message.contains("head_dim is 1793"), "{message}");
+        assert!(message.contains("head_dim 1792") && !message.contains("v_dim"), "{message}");
+    }
+}
+
+#[test]
+fn a_capture_on_the_device_beside_one_in_host_memory_is_refused_by_name() {
+    let host = Capture::f32("slope", &[0.5, 0.25], &[2]).unwrap();
+    let bias = Capture::f32("bias", &[0.0; 24], &[24]).unwrap();
+    let case = Case {
+        score: Some(ScoreMod::new(|s| s.score() * host.at([s.head()]) + bias.at([s.kv()]))),
+        ..Case::new(sizes([1, 2, 2], [20, 24], [8, 8]))
+    };
+    for gpu in tiers() {
+        let tensor = gpu.zeros(DType::F32, [1, 1, 1, 24]).unwrap();
+        let Some(buffer) = tensor.buffer().wgpu() else { continue };
+        let resident = gpu.capture("bias", CaptureType::F32, buffer, 0, &[24]).unwrap();
+        let attention = case.attention().with_capture(resident).unwrap();
+        let [q, k, v, dout] = case.tensors(&gpu);
+        let output = attention.forward(&gpu, &q, &k, &v).unwrap();
+        let saved = Saved::new(&q, &k, &v, &output).unwrap();
+        let refused = attention.backward(&gpu, &saved, &dout, None, &Wanted::qkv()).unwrap_err();
+        assert!(refused.is_unsupported() && refused.to_string().contains("`bias`"), "{refused}");
+    }
+}
+
+#[test]
 fn tensors_of_different_calls_and_types_are_refused() {
     let gpu = Gpu::builder().tier(Tier::Cpu).build().unwrap();
     let tensor = |len: usize, dtype| upload(&gpu, &vec![1.0; len * 4], [1, 1, len, 4], dtype);

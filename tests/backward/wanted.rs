@@ -136,6 +136,34 @@ fn dk_alone_and_dv_alone_are_what_they_are_together() {
 }
 
 #[test]
+fn dk_alone_and_dv_alone_take_the_memory_of_one() {
+    let sizes = Sizes { kv_heads: 2, kv_len: 75, v_dim: 36, ..Sizes::square(2, 4, 70, 24) };
+    let case = Case { mask: Some(masks::causal()), ..Case::new(sizes) };
+    let [dk, dv] = [24, 36].map(|dim| 4 * 2 * 2 * 75 * dim);
+    // Whole, and in windows of one head each.
+    for limit in [1 << 27, 20 << 10] {
+        for gpu in tiers() {
+            let mut on = Watched::over(gpu);
+            let mut profile = (*on.profile).clone();
+            profile.limits.storage_binding = limit;
+            on.profile = Rc::new(profile);
+            let run = |k, v| {
+                on.created.borrow_mut().clear();
+                let found = case.run(&on, &Wanted { k, v, ..Wanted::default() }).unwrap();
+                let created = on.created.borrow();
+                let bytes = created.iter().find(|(label, _)| label == "dk and dv").unwrap().1;
+                ([found.dk, found.dv].map(|tensor| tensor.map(|tensor| tensor.read().unwrap())), bytes)
+            };
+            let (both, bytes) = run(true, true);
+            assert_eq!(bytes, dk + dv);
+            let [all_k, all_v] = both;
+            assert_eq!(run(true, false), ([all_k, None], dk), "{}", on.profile.tier);
+            assert_eq!(run(false, true), ([None, all_v], dv), "{}", on.profile.tier);
+        }
+    }
+}
+
+#[test]
 fn nothing_of_the_size_of_the_scores_is_kept() {
     for tier in [Tier::Portable, Tier::Subgroup, Tier::Cpu] {
         let on = Watched { profile: Rc::new(Profile::floor(tier)), ..Watched::new() };

@@ -124,7 +124,7 @@ fn every_place_that_reads_a_capture_gets_its_slope() {
 }
 
 /// Whether central differences at two widths agree: then there is no kink nearby and the value is smooth enough.
-fn differences(f: impl Fn(f64) -> f64, x: f64) -> Option<f64> {
+pub(super) fn differences(f: impl Fn(f64) -> f64, x: f64) -> Option<f64> {
     let central = |h: f64| (f(x + h) - f(x - h)) / (2.0 * h);
     let (wide, narrow) = (central(1e-5), central(2.5e-6));
     let size = wide.abs().max(narrow.abs());
