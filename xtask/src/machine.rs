@@ -9,7 +9,8 @@ use std::path::Path;
 pub(crate) enum Need {
     /// A GPU that wgpu can open; on a machine without one, lavapipe.
     Vulkan,
-    /// clang 19 with C++: the Metal emulator compiles kernels with it.
+    /// clang 19 with C++: the Metal emulator compiles kernels with it. A Mac has no use for it: the emulator needs
+    /// ELF objects, and the kernels run on the GPU there.
     Clang,
     /// The standard library of wasm32-unknown-unknown and a linker for it.
     WasmStd,
@@ -36,7 +37,7 @@ impl Need {
     pub(crate) fn is_met(self) -> bool {
         match self {
             Vulkan => cfg!(target_os = "macos") || has_vulkan_driver(),
-            Clang => on_path("clang++-19").is_some(),
+            Clang => cfg!(target_os = "macos") || on_path("clang++-19").is_some(),
             WasmStd => {
                 rustup_has("wasm32-unknown-unknown") || (debian_std() && on_path("wasm-ld-19").is_some())
             }
