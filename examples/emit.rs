@@ -195,7 +195,8 @@ fn print(wanted: &Wanted) -> Result<(), Failure> {
     let mut printed = 0;
     for kernel in kernels {
         let v_dim = wanted.v_dim.unwrap_or(wanted.head_dim);
-        let spec = KernelSpec::new(kernel, wanted.dtype, wanted.head_dim, v_dim, FLOOR)?;
+        let with = |kernel| KernelSpec::new(kernel, wanted.dtype, wanted.head_dim, v_dim, FLOOR);
+        let spec = with(kernel).or_else(|_| with(kernel.portable()))?;
         let spec = if evaluates_mods(&spec)? { with_mods(spec, score.as_ref(), mask.as_ref()) } else { spec };
         let metal = wanted.language == Language::Msl;
         let spec = if metal { spec.on_metal(wanted.loader) } else { spec };

@@ -171,6 +171,17 @@ impl Kernel {
         matches!(self, Kernel::Forward | Kernel::ForwardSubgroup | Kernel::ForwardCoop)
     }
 
+    /// The kernel of the Portable tier that computes the same, and takes over where this one has no tile.
+    pub const fn portable(self) -> Kernel {
+        match self {
+            Kernel::ForwardSubgroup | Kernel::ForwardCoop => Kernel::Forward,
+            Kernel::DecodeSubgroup => Kernel::DecodeSplit,
+            Kernel::DqSubgroup => Kernel::Dq,
+            Kernel::DkvSubgroup => Kernel::Dkv,
+            kernel => kernel,
+        }
+    }
+
     /// Whether it uses subgroup operations, which a device has to be asked for.
     pub const fn uses_subgroups(self) -> bool {
         matches!(

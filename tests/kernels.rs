@@ -89,6 +89,7 @@ fn tiles_for_gpus_hold_no_more_than_the_registers_of_an_invocation() {
         };
         assert_eq!([64, 65, 256].map(|dim| fits(dim, false)), [true, false, false]);
         assert_eq!([64, 65, 256].map(|dim| fits(dim, true)), [true; 3]);
+        assert!(Tile::choose(kernel.portable(), DType::F32, 256, 256, &floor).is_ok());
     }
 }
 

@@ -102,7 +102,7 @@ impl Attention {
     ///
     /// As [`Attention::forward`], and:
     ///
-    /// - [`Error::Shape`] and [`Error::Dtype`] when out, lse, dout or dlse do not fit q, k and v;
+    /// - [`Error::Shape`] and [`Error::DType`] when out, lse, dout or dlse do not fit q, k and v;
     /// - [`Error::Capture`] for the gradient of a tensor that the score_mod does not read, does not read as
     ///   floats, or reads at an index that depends on the score, and for that of sinks where there are none;
     /// - [`Error::Unsupported`] when head_dim is above 1792, and when one captured tensor lives on the device

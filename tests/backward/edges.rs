@@ -53,10 +53,19 @@ fn tiles_for_hardware_give_the_same_as_those_for_software() {
         let Ok(gpu) = Gpu::builder().tier(tier).build() else { continue };
         let mut on = Watched::over(gpu);
         on.profile = Rc::new(Profile { software: false, ..(*on.profile).clone() });
-        let shape = sizes([1, 2, 1], [70, 100], [64, 64]);
-        let case = Case { mask: Some(masks::sliding_window(40)), ..Case::new(shape) };
-        case.check_forward(&on);
-        case.check(&on, &[], &[]);
+        let case = |heads, lengths: [usize; 2], dims| Case {
+            mask: (lengths[1] < 512).then(|| masks::sliding_window(40)),
+            ..Case::new(sizes(heads, lengths, dims))
+        };
+        let square = case([1, 2, 1], [70, 100], [64, 64]);
+        square.check_forward(&on);
+        square.check(&on, &[], &[]);
+        // Fewer rows to an invocation for wide heads; decode of as many rows as a tile has, and of more.
+        for (lengths, dims) in
+            [([20, 60], [200, 200]), ([10, 40], [300, 300]), ([1, 600], [64, 64]), ([2, 600], [300, 300])]
+        {
+            case([1, 2, 1], lengths, dims).check_forward(&on);
+        }
     }
 }
 

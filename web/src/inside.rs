@@ -184,7 +184,8 @@ fn try_emit(options: &JsValue) -> std::result::Result<Array, Failure> {
     let layout = Layout::new(exprs, None);
     let texts = Array::new();
     for &kernel in kernels {
-        let plain = KernelSpec::new(kernel, dtype, head_dim, v_dim, WORKGROUP_MEMORY)?;
+        let with = |kernel| KernelSpec::new(kernel, dtype, head_dim, v_dim, WORKGROUP_MEMORY);
+        let plain = with(kernel).or_else(|_| with(kernel.portable()))?;
         // Some kernels only combine what others left, and have no slots for mods.
         let spec = if plain.text(Language::Wgsl)?.contains("//@slot score_mod") {
             let mods = Mods {
