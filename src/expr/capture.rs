@@ -344,19 +344,6 @@ impl Capture {
         }
     }
 
-    /// One zero in place of its values, under the same name, type and rank.
-    pub(crate) fn zero(&self) -> Capture {
-        let data = match self.dtype {
-            CaptureType::F32 => CaptureData::F32([0.0].into()),
-            CaptureType::F16 => CaptureData::F16([f16::ZERO].into()),
-            CaptureType::BF16 => CaptureData::BF16([bf16::ZERO].into()),
-            CaptureType::I32 => CaptureData::I32([0].into()),
-            CaptureType::U32 => CaptureData::U32([0].into()),
-            CaptureType::Bool => CaptureData::Bool([false].into()),
-        };
-        Capture { name: self.name.clone(), dtype: self.dtype, shape: vec![1; self.shape.len()], data }
-    }
-
     /// Whether both are the same tensor: name, type, shape and values (on a device: the very same memory).
     pub fn same(&self, other: &Capture) -> bool {
         self.name == other.name

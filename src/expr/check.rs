@@ -17,8 +17,8 @@ impl Expr {
     /// - more than [`MAX_NODES`] operations.
     ///
     /// Where ranges leave it open, overflow is looked for at some hundreds of positions, corners among them, and at
-    /// scores of both signs; a rare one between may pass, and then wraps. Under a condition that depends on values
-    /// that are on a device only, nothing is refused for overflow.
+    /// scores of both signs; a rare one between may pass, and then wraps. Where a captured tensor is on a device
+    /// only, nothing is refused for overflow.
     ///
     /// # Errors
     /// The above; and as [`Program::bind_ranges`].
@@ -63,13 +63,10 @@ impl Expr {
         if suspects.is_empty() {
             return Ok(certain);
         }
-        // What is known does not read captured values; conditions that do are left open.
-        let open = env.on_device();
-        let host = open.as_ref().map(|captures| env.with_captures(captures));
-        let mut bound = program.bind::<f64>(host.as_ref().unwrap_or(env))?;
-        let settled = |i: usize| open.is_none() || known[i];
+        // Captures on a device leave conditions open; then nothing is certain.
+        let Ok(mut bound) = program.bind::<f64>(env) else { return Ok(false) };
         for point in samples(at) {
-            witness(&program, &mut bound, &suspects, &settled, &point)?;
+            witness(&program, &mut bound, &suspects, &point)?;
         }
         Ok(false)
     }
@@ -108,17 +105,6 @@ fn demanded(program: &Program, truth: impl Fn(usize) -> Option<bool>) -> Vec<boo
         }
     }
     demanded
-}
-
-/// Which operations matter for the output at a point, where conditions that are not `settled` have any value.
-fn certainly(
-    program: &Program,
-    settled: &impl Fn(usize) -> bool,
-    truth: impl Fn(usize) -> Option<bool>,
-) -> Vec<bool> {
-    // Both values of an open condition are tried together: what only one of them asks for does not matter for sure.
-    let assuming = |open: bool| demanded(program, |i| if settled(i) { truth(i) } else { Some(open) });
-    assuming(true).into_iter().zip(assuming(false)).map(|(yes, no)| yes && no).collect()
 }
 
 /// Whether the indices stay inside; an error if one never is.
@@ -192,12 +178,11 @@ fn witness(
     program: &Program,
     bound: &mut Bound<'_, f64>,
     suspects: &[usize],
-    settled: &impl Fn(usize) -> bool,
     point: &Point<f64>,
 ) -> Result<()> {
     bound.point(point);
     let value = |i: usize| bound.step(i).lane(0);
-    let demanded = certainly(program, settled, |i| value(i).as_bool());
+    let demanded = demanded(program, |i| value(i).as_bool());
     let number = |i: u32| match value(i as usize) {
         Lane::I32(x) => i128::from(x),
         Lane::U32(x) => i128::from(x),

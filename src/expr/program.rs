@@ -77,23 +77,6 @@ impl<'a> Env<'a> {
         self
     }
 
-    /// The captures, with one zero each in place of values that are on a device only; `None` if there are none such.
-    pub(crate) fn on_device(&self) -> Option<Vec<Capture>> {
-        let device = |capture: &Capture| matches!(capture.data(), CaptureData::Device(_));
-        self.captures.iter().any(|(capture, _)| device(capture)).then(|| {
-            let stand_in = |capture: &Capture| if device(capture) { capture.zero() } else { capture.clone() };
-            self.captures.iter().map(|(capture, _)| stand_in(capture)).collect()
-        })
-    }
-
-    /// The same with other captures, without summaries.
-    pub(crate) fn with_captures<'b>(&self, captures: &'b [Capture]) -> Env<'b>
-    where
-        'a: 'b,
-    {
-        Env { captures: captures.iter().map(|c| (c, None)).collect(), ..*self }
-    }
-
     /// The same with another `kv_len`, as each batch entry may have its own.
     #[must_use]
     pub fn with_kv_len(mut self, kv_len: i32) -> Env<'a> {

@@ -327,10 +327,9 @@ fn overflow_that_follows_from_the_position_is_refused() {
     };
     assert!(check("select(score, f32(q * 70000), score > 0.5)", &[]).is_err());
     assert!(check("select(score, f32(q * 70000), score < -100.0)", &[]).is_err());
-    // Whatever a device holds, or only if it holds some values.
+    // Nothing is certain about what a device holds.
     let data = CaptureData::Device(DeviceHandle::new(()));
     let keep = [Capture::new("keep", CaptureType::I32, &[70_000], data).unwrap()];
-    assert!(check("score + f32(q * 70000 + keep(kv))", &keep).is_err());
     assert!(check("select(score, f32(q * 70000), keep(kv) > 3)", &keep).is_ok());
     assert!(check("select(score, f32(q * 7), keep(kv) > 3)", &keep).is_ok());
     // From a constant alone.
