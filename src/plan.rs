@@ -108,6 +108,23 @@ pub struct Pass {
     pub work: f64,
 }
 
+impl Pass {
+    /// A launch over a folded grid, of which `params` is told; `info` says where captured tensors and scalars are.
+    fn new(
+        spec: &Arc<KernelSpec>,
+        slots: Vec<Slot>,
+        params: Params,
+        info: &[[u32; 4]],
+        grid: [u32; 3],
+        work: f64,
+    ) -> Self {
+        let params = Params { fold: grid[0], ..params };
+        let mut bytes = bytemuck::bytes_of(&params).to_vec();
+        bytes.extend_from_slice(bytemuck::cast_slice(info));
+        Self { spec: spec.clone(), slots, params: bytes, grid, work }
+    }
+}
+
 /// A range of a buffer of the call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Slot {
@@ -348,7 +365,6 @@ pub fn forward(call: &Forward<'_>, profile: &Profile, cache: &Cache) -> Result<P
         }
         let mut params = Params { groups: piece.end, first_group: piece.first, ..base };
         let grid = fold(piece.end - piece.first, profile.limits.workgroups)?;
-        params.fold = grid[0];
         let mut slots = Vec::with_capacity(8);
         for (role, view) in [
             (Role::Q, &mut params.q),
@@ -361,9 +377,7 @@ pub fn forward(call: &Forward<'_>, profile: &Profile, cache: &Cache) -> Result<P
             slots.push(slot);
         }
         slots.extend(last.iter().cloned());
-        let mut bytes = bytemuck::bytes_of(&params).to_vec();
-        bytes.extend_from_slice(bytemuck::cast_slice(&info));
-        passes.push(Pass { spec: spec.clone(), slots, params: bytes, grid, work: piece.work });
+        passes.push(Pass::new(&spec, slots, params, &info, grid, piece.work));
     }
     Ok(Plan { passes, constants, scratch: merge.map_or(Vec::new(), |merge| merge.scratch()), stats })
 }
@@ -534,8 +548,8 @@ impl Cache {
             };
             // Lengths grow by one at each step of decoding: what holds up to the next power of two is settled
             // until then.
-            let up = |end: i32| end.unsigned_abs().next_power_of_two().min(1 << 30) as i32;
-            let wide = IndexBox { q: (first.min(0), last.max(up(last))), kv: (0, up(at.kv.1)), ..at };
+            let up = |end: i32| end.max((end.unsigned_abs().next_power_of_two().min(1 << 30)) as i32);
+            let wide = IndexBox { q: (first.min(0), up(last)), kv: (0, up(at.kv.1)), ..at };
             let is_known = {
                 let positions = lock(&self.positions);
                 positions.contains(&key(&wide)) || positions.contains(&key(&at))
@@ -544,8 +558,10 @@ impl Cache {
                 continue;
             }
             let env = Env::new(captures, scalars, shape.q_len, shape.kv_len)?;
-            expr.check_box(&env, &at)?;
-            let settled = expr.check_box(&env, &wide).unwrap_or(false);
+            let settled = expr.is_settled(&env, &wide);
+            if !settled {
+                expr.check(&env, &at)?;
+            }
             let mut positions = lock(&self.positions);
             if positions.len() >= Self::MAX_SPECS {
                 positions.clear();

@@ -23,29 +23,42 @@ impl Expr {
     /// # Errors
     /// The above; and as [`Program::bind_ranges`].
     pub fn check(&self, env: &Env<'_>, at: &IndexBox) -> Result<()> {
-        self.check_box(env, at).map(drop)
+        let program = Program::new(std::slice::from_ref(self));
+        let Found { suspects, .. } = self.look(&program, env, at)?;
+        if suspects.is_empty() {
+            return Ok(());
+        }
+        // Captures on a device leave conditions open; then nothing is certain.
+        let Ok(mut bound) = program.bind::<f64>(env) else { return Ok(()) };
+        for point in samples(at) {
+            witness(&program, &mut bound, &suspects, &point)?;
+        }
+        Ok(())
     }
 
-    /// As [`Expr::check`]. `true` if what it found holds within `at` for every smaller box too: no operation may
-    /// overflow, and no index leaves its tensor.
-    pub(crate) fn check_box(&self, env: &Env<'_>, at: &IndexBox) -> Result<bool> {
+    /// Whether ranges alone show that no operation overflows within `at` and no index leaves its tensor. Then
+    /// [`Expr::check`] passes in every box inside too.
+    pub(crate) fn is_settled(&self, env: &Env<'_>, at: &IndexBox) -> bool {
+        let program = Program::new(std::slice::from_ref(self));
+        self.look(&program, env, at).is_ok_and(|found| found.suspects.is_empty() && found.inside)
+    }
+
+    fn look(&self, program: &Program, env: &Env<'_>, at: &IndexBox) -> Result<Found> {
         let nodes = self.nodes();
         if nodes > MAX_NODES {
             return Err(Error::Expression(format!(
                 "the expression has {nodes} operations after unrolling but at most {MAX_NODES} are allowed; capture a table"
             )));
         }
-        let program = Program::new(std::slice::from_ref(self));
         let mut ranges = program.bind_ranges(env)?;
         ranges.range(at);
         let ranges = ranges.all();
-        let demanded = demanded(&program, |i| {
+        let demanded = demanded(program, |i| {
             let range = ranges[i];
             (range.always() || range.never()).then(|| range.always())
         });
 
-        let mut suspects = Vec::new();
-        let mut certain = true;
+        let mut found = Found { suspects: Vec::new(), inside: true };
         let mut known = vec![false; program.steps.len()];
         for (i, step) in program.steps.iter().enumerate() {
             known[i] = !matches!(step.expr.op(), Op::Gather(_) | Op::Scalar(_) | Op::Input(Input::Score))
@@ -54,22 +67,22 @@ impl Expr {
                 continue;
             }
             if let Op::Gather(_) = step.expr.op() {
-                certain &= inside(step, ranges, env)?;
+                found.inside &= inside(step, ranges, env)?;
             }
             if known[i] && may_overflow(step, ranges) {
-                suspects.push(i);
+                found.suspects.push(i);
             }
         }
-        if suspects.is_empty() {
-            return Ok(certain);
-        }
-        // Captures on a device leave conditions open; then nothing is certain.
-        let Ok(mut bound) = program.bind::<f64>(env) else { return Ok(false) };
-        for point in samples(at) {
-            witness(&program, &mut bound, &suspects, &point)?;
-        }
-        Ok(false)
+        Ok(found)
     }
+}
+
+/// What ranges say of a box.
+struct Found {
+    /// Operations that may overflow.
+    suspects: Vec<usize>,
+    /// Every index stays inside its tensor.
+    inside: bool,
 }
 
 /// Which operations may matter for the output, given the truth values that are known.

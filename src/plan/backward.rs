@@ -214,11 +214,11 @@ pub fn backward(back: &Backward<'_>, profile: &Profile, cache: &Cache) -> Result
     }
     let launch = Launch { capture_at: NONE, ..launch };
     if wanted.q {
-        let kernel = builder.best(Kernel::DqSubgroup, Kernel::Dq);
+        let kernel = builder.best(Kernel::DqSubgroup);
         let launch = Launch { kernel, over: Over::Queries, target: Target::Dq, ..launch };
         builder.add(&launch, pairs * (2.0 * head_dim + v_dim))?;
     }
-    let kernel = builder.best(Kernel::DkvSubgroup, Kernel::Dkv);
+    let kernel = builder.best(Kernel::DkvSubgroup);
     for wanted in builder.bindings.dkv_launches() {
         // S is computed again for either, dP for dk.
         let work = pairs
@@ -369,10 +369,12 @@ impl Passes<'_> {
     }
 
     /// The kernel with subgroup operations, where the tier has them and the kernel a tile.
-    fn best(&self, subgroup: Kernel, portable: Kernel) -> Kernel {
+    fn best(&self, subgroup: Kernel) -> Kernel {
         match self.bindings.profile.tier {
             Tier::Subgroup | Tier::CoopMatrix if self.tile(subgroup).is_ok() => subgroup,
-            Tier::Metal | Tier::CoopMatrix | Tier::Subgroup | Tier::Portable | Tier::Cpu => portable,
+            Tier::Metal | Tier::CoopMatrix | Tier::Subgroup | Tier::Portable | Tier::Cpu => {
+                subgroup.portable()
+            }
         }
     }
 
@@ -444,17 +446,14 @@ impl Passes<'_> {
         let params = Params {
             first_group: piece.groups.start,
             groups: piece.groups.end,
-            fold: grid[0],
             capture_at: launch.capture_at,
             accumulate: piece.accumulate.into(),
             ..piece.bound.params(base, launch.over)
         };
-        let mut bytes = bytemuck::bytes_of(&params).to_vec();
-        bytes.extend_from_slice(bytemuck::cast_slice(&self.info));
         let common =
             [Slot::whole(Source::Stats), Slot::whole(Source::Constant(tables)), self.captured.clone()];
         let slots = piece.bound.inputs.into_iter().chain(common).chain([piece.bound.target]).collect();
-        self.passes.push(Pass { spec: spec.clone(), slots, params: bytes, grid, work: piece.work });
+        self.passes.push(Pass::new(spec, slots, params, &self.info, grid, piece.work));
         Ok(())
     }
 

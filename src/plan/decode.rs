@@ -123,10 +123,8 @@ impl Launches<'_> {
 
     fn pass(&self, spec: &Arc<KernelSpec>, slots: Vec<Slot>, groups: Range<u32>, work: f64) -> Result<Pass> {
         let grid = fold(groups.end - groups.start, self.profile.limits.workgroups)?;
-        let params = Params { groups: groups.end, first_group: groups.start, fold: grid[0], ..self.base };
-        let mut bytes = bytemuck::bytes_of(&params).to_vec();
-        bytes.extend_from_slice(bytemuck::cast_slice(self.info));
-        Ok(Pass { spec: spec.clone(), slots, params: bytes, grid, work })
+        let params = Params { groups: groups.end, first_group: groups.start, ..self.base };
+        Ok(Pass::new(spec, slots, params, self.info, grid, work))
     }
 }
 

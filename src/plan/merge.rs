@@ -144,10 +144,7 @@ impl Merge<'_> {
         work: f64,
     ) -> Result<Pass> {
         let grid = fold(groups, cutter.profile.limits.workgroups)?;
-        let params = Params { fold: grid[0], ..params };
-        let mut bytes = bytemuck::bytes_of(&params).to_vec();
-        bytes.extend_from_slice(bytemuck::cast_slice(self.info));
-        Ok(Pass { spec: spec.clone(), slots, params: bytes, grid, work })
+        Ok(Pass::new(spec, slots, params, self.info, grid, work))
     }
 
     /// The buffers that the pieces share.
