@@ -519,8 +519,8 @@ mod tests {
     #[test]
     fn a_forced_cpu_says_that_it_was_asked_for() {
         let report = Gpu::builder().tier(Tier::Cpu).build().unwrap().report().to_string();
-        assert!(report.starts_with("cpu, as asked for; not metal"), "{report}");
-        assert!(report.ends_with(": cpu was asked for"), "{report}");
+        assert!(report.starts_with("cpu, as asked for; not metal, "), "{report}");
+        assert!(report.ends_with(", portable: cpu was asked for"), "{report}");
     }
 
     #[test]

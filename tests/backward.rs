@@ -13,30 +13,15 @@ use flexattn::{
     Attention, Capture, DType, Gpu, Gradients, MaskMod, Runtime, Saved, ScoreMod, Tensor, Tier, Wanted,
 };
 use flexattn_testing::problem::Numbers;
-use flexattn_testing::{Budget, Golden};
-use half::{bf16, f16};
+use flexattn_testing::{Budget, Golden, conformance};
 
 /// The tiers that are here; the others are named.
 fn tiers() -> Vec<Gpu> {
-    let mut found = Vec::new();
-    for tier in [Tier::Portable, Tier::Subgroup, Tier::Cpu] {
-        match Gpu::builder().tier(tier).build() {
-            Ok(gpu) => found.push(gpu),
-            Err(reason) => println!("skipped: {tier}: {reason}"),
-        }
-    }
-    found
+    crate::tiers::here(&[Tier::Portable, Tier::Subgroup, Tier::Cpu])
 }
 
 fn upload<R: Runtime>(on: &R, data: &[f32], shape: [usize; 4], dtype: DType) -> Tensor<R> {
-    match dtype {
-        DType::F32 => Tensor::upload(on, data, shape),
-        DType::F16 => Tensor::upload(on, &data.iter().map(|&x| f16::from_f32(x)).collect::<Vec<_>>(), shape),
-        DType::BF16 => {
-            Tensor::upload(on, &data.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>(), shape)
-        }
-    }
-    .unwrap()
+    conformance::upload(on, dtype, data, &shape).unwrap()
 }
 
 fn four(shape: &[usize]) -> [usize; 4] {

@@ -4,39 +4,19 @@ use flexattn::kernels::Kernel;
 use flexattn::plan::Plan;
 use flexattn::reference::{self, Problem};
 use flexattn::{Attention, AttentionShape, Cpu, DType, Gpu, Layout, MaskMod, Runtime, Tensor, Tier, masks};
-use flexattn_testing::Budget;
 use flexattn_testing::problem::{Inputs, Sizes};
+use flexattn_testing::{Budget, conformance};
 use half::{bf16, f16};
 
 /// The wgpu tiers with kernels in WGSL that are here; the others are named.
 fn tiers() -> Vec<Gpu> {
-    let mut found = Vec::new();
-    for tier in [Tier::Portable, Tier::Subgroup, Tier::CoopMatrix] {
-        match Gpu::builder().tier(tier).build() {
-            Ok(gpu) => found.push(gpu),
-            Err(reason) => println!("skipped: {tier}: {reason}"),
-        }
-    }
-    found
-}
-
-fn upload<R: Runtime>(on: &R, values: &[f32], shape: [usize; 4], dtype: DType) -> Tensor<R> {
-    let tensor = match dtype {
-        DType::F32 => Tensor::upload(on, values, shape),
-        DType::F16 => {
-            Tensor::upload(on, &values.iter().map(|&x| f16::from_f32(x)).collect::<Vec<_>>(), shape)
-        }
-        DType::BF16 => {
-            Tensor::upload(on, &values.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>(), shape)
-        }
-    };
-    tensor.unwrap()
+    crate::tiers::here(&[Tier::Portable, Tier::Subgroup, Tier::CoopMatrix])
 }
 
 fn inputs<R: Runtime>(on: &R, inputs: &Inputs, dtype: DType) -> [Tensor<R>; 3] {
     let Inputs { sizes, q, k, v, .. } = inputs;
     [(q, sizes.q_shape()), (k, sizes.k_shape()), (v, sizes.v_shape())]
-        .map(|(values, shape)| upload(on, values, shape, dtype))
+        .map(|(values, shape)| conformance::upload(on, dtype, values, &shape).unwrap())
 }
 
 /// Query heads in groups of 4, each entry at the end of its cache.

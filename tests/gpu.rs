@@ -124,10 +124,8 @@ fn forward_equals_the_definition_with_mask_score_and_grouped_heads() {
     assert_eq!(output.max.unwrap().shape(), [2, 4, 70, 1]);
 }
 
-/// Every tier but Metal that is here.
 fn tiers() -> Vec<Gpu> {
-    let tiers = [Tier::Cpu, Tier::Portable, Tier::Subgroup, Tier::CoopMatrix];
-    tiers.into_iter().filter_map(|tier| Gpu::builder().tier(tier).build().ok()).collect()
+    crate::tiers::here(&[Tier::Cpu, Tier::Portable, Tier::Subgroup, Tier::CoopMatrix])
 }
 
 #[test]

@@ -53,17 +53,7 @@ fn values(seed: u32, count: usize) -> Vec<f32> {
 
 fn tensor(gpu: &Gpu, seed: u32, shape: [usize; 4], dtype: DType) -> Tensor {
     let values = values(seed, shape.iter().product());
-    match dtype {
-        DType::F32 => gpu.tensor(&values, shape).unwrap(),
-        DType::F16 => {
-            let half: Vec<half::f16> = values.into_iter().map(half::f16::from_f32).collect();
-            gpu.tensor(&half, shape).unwrap()
-        }
-        DType::BF16 => {
-            let half: Vec<half::bf16> = values.into_iter().map(half::bf16::from_f32).collect();
-            gpu.tensor(&half, shape).unwrap()
-        }
-    }
+    flexattn_testing::conformance::upload(gpu, dtype, &values, &shape).unwrap()
 }
 
 fn largest_difference(a: &[f32], b: &[f32]) -> f32 {

@@ -18,3 +18,5 @@ mod launch;
 mod masks;
 mod metal;
 mod metal_gradients;
+#[cfg(feature = "wgpu")]
+mod tiers;

@@ -4,6 +4,7 @@ use crate::Row;
 use crate::baseline::{Baseline, wait};
 use crate::baseline_row::UnfusedRow;
 use flexattn::{Attention, BlockMask, BlockShape, DType, Gpu, MaskMod, Result, Tensor};
+use flexattn_testing::conformance::upload;
 use indicatif::ProgressBar;
 use std::time::Instant;
 
@@ -144,9 +145,9 @@ impl<'a> Fused<'a> {
         let kv_shape = [1, sizes.kv_heads, sizes.kv_len, sizes.head_dim];
         Ok(Fused {
             gpu,
-            q: upload(gpu, &data[0], q_shape, dtype)?,
-            k: upload(gpu, &data[1], kv_shape, dtype)?,
-            v: upload(gpu, &data[2], kv_shape, dtype)?,
+            q: upload(gpu, dtype, &data[0], &q_shape)?,
+            k: upload(gpu, dtype, &data[1], &kv_shape)?,
+            v: upload(gpu, dtype, &data[2], &kv_shape)?,
             out: gpu.zeros(dtype, q_shape)?,
         })
     }
@@ -182,15 +183,5 @@ impl<'a> Fused<'a> {
         let other = baseline.output(self.gpu, self.out.shape())?;
         let pairs = self.out.read()?.into_iter().zip(other);
         Ok(pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max))
-    }
-}
-
-fn upload(gpu: &Gpu, values: &[f32], shape: [usize; 4], dtype: DType) -> Result<Tensor> {
-    match dtype {
-        DType::F32 => gpu.tensor(values, shape),
-        DType::F16 => gpu.tensor(&values.iter().map(|&x| half::f16::from_f32(x)).collect::<Vec<_>>(), shape),
-        DType::BF16 => {
-            gpu.tensor(&values.iter().map(|&x| half::bf16::from_f32(x)).collect::<Vec<_>>(), shape)
-        }
     }
 }

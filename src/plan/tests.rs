@@ -48,23 +48,29 @@ fn params(pass: &Pass) -> Params {
     *bytemuck::from_bytes(&pass.params[..size_of::<Params>()])
 }
 
+/// The workgroups of these launches, each of which begins where the one before it ended, holds what it is to run
+/// and keeps to the budget.
+fn covered(passes: &[Pass], profile: &Profile) -> u32 {
+    let mut next = 0;
+    for pass in passes {
+        let params = params(pass);
+        assert_eq!(params.first_group, next);
+        let [x, y, z] = pass.grid;
+        assert!(x * y * z >= params.groups - params.first_group && params.fold == x);
+        assert!(pass.work <= Plan::budget(profile));
+        next = params.groups;
+    }
+    next
+}
+
 #[test]
 fn launches_cover_every_workgroup_once() {
     let sizes = Sizes { batch: 3, heads: [4, 2], lengths: [4096, 4096], dim: 64 };
     let profile = Profile { software: true, ..Profile::floor(Tier::Portable) };
     let plan = plan(&sizes, &profile, &Cache::default(), None).unwrap();
     assert!(plan.passes.len() > 1);
-    let mut next = 0;
-    for pass in &plan.passes {
-        let params = params(pass);
-        assert_eq!(params.first_group, next);
-        let [x, y, z] = pass.grid;
-        assert!(x * y * z >= params.groups - params.first_group && params.fold == x);
-        assert!(pass.work <= Plan::budget(&profile));
-        next = params.groups;
-    }
     let tile_q = plan.passes[0].spec.tile_q();
-    assert_eq!(next, 3 * 4 * 4096 / tile_q);
+    assert_eq!(covered(&plan.passes, &profile), 3 * 4 * 4096 / tile_q);
     let all = 3.0 * 4.0 * 4096.0 * 4096.0 * 128.0;
     assert!((plan.work() / all - 1.0).abs() < 1e-6);
 }
@@ -184,18 +190,9 @@ fn decode_past_the_budget_is_cut_between_its_workgroups() {
         let (combine, splits) = plan.passes.split_last().unwrap();
         assert!(is_decode(&plan) && combine.spec.kernel == Kernel::DecodeCombine);
         assert!(splits.len() > 1);
-        let mut next = 0;
-        for pass in splits {
-            let params = params(pass);
-            assert_eq!(params.first_group, next);
-            let [x, y, z] = pass.grid;
-            assert!(x * y * z >= params.groups - params.first_group && params.fold == x);
-            assert!(pass.work <= Plan::budget(&profile));
-            next = params.groups;
-        }
         // Of one row each, so one tile.
         let clusters = if tier == Tier::Subgroup { 8 } else { 1 };
-        assert_eq!(next, params(combine).splits / clusters * 64);
+        assert_eq!(covered(splits, &profile), params(combine).splits / clusters * 64);
         let all = 8.0 * 8.0 * 131_072.0 * 128.0;
         assert!((splits.iter().map(|pass| pass.work).sum::<f64>() / all - 1.0).abs() < 1e-6);
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use flexattn::expr::{Expr, Op, ScalarDecl, Type};
 
 /// Every operation that has arguments, but for reads of captured tensors.
-const OPS: [Op; 54] = [
+pub(crate) const OPS: [Op; 54] = [
     Op::Neg,
     Op::WrappingNeg,
     Op::Not,

@@ -6,6 +6,7 @@ use flexattn::expr::{
 use flexattn::{Capture, MaskMod, Scalar, ScoreMod};
 use proptest::prelude::*;
 
+use super::ops::OPS;
 use super::random::{self, KV_LEN, Q_LEN};
 
 fn eval64(expr: &Expr, captures: &[Capture], scalars: &[Scalar], at: Point<f64>) -> Lane<f64> {
@@ -47,36 +48,13 @@ const EDGES: [i32; 11] = [0, 1, -1, 2, -2, 3, -7, 31, 32, i32::MAX, i32::MIN];
 fn every_integer_operation_simplifies_to_the_same_value() {
     let q = Expr::input(flexattn::expr::Input::Q);
     let kv = Expr::input(flexattn::expr::Input::Kv);
-    let ops = [
-        Op::Add,
-        Op::Sub,
-        Op::Mul,
-        Op::Div,
-        Op::Rem,
-        Op::WrappingAdd,
-        Op::WrappingSub,
-        Op::WrappingMul,
-        Op::FloorDiv,
-        Op::FloorMod,
-        Op::Min,
-        Op::Max,
-        Op::And,
-        Op::Or,
-        Op::Xor,
-        Op::Lt,
-        Op::Le,
-        Op::Gt,
-        Op::Ge,
-        Op::Eq,
-        Op::Ne,
-    ];
     let mut checked = 0;
     for unsigned in [false, true] {
         let convert = |e: &Expr| {
             if unsigned { Expr::exact(Op::ToU32, std::slice::from_ref(e)).unwrap() } else { e.clone() }
         };
         let constant = |x: i32| if unsigned { Expr::constant(x as u32) } else { Expr::constant(x) };
-        for op in &ops {
+        for op in &OPS {
             let mut pairs = vec![(convert(&q), convert(&q)), (convert(&q), convert(&kv))];
             for edge in EDGES {
                 pairs.push((convert(&q), constant(edge)));
