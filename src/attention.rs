@@ -128,6 +128,7 @@
 
 mod backward;
 mod per_batch;
+mod scan;
 #[cfg(all(feature = "wgpu", not(target_arch = "wasm32")))]
 mod tune;
 mod weights;
@@ -552,18 +553,29 @@ impl Attention {
         let masks = self.mask.iter().flat_map(MaskMod::captures);
         let own =
             self.block_mask.iter().filter_map(|block_mask| block_mask.mask_mod()).flat_map(MaskMod::captures);
-        let mut read = masks.chain(self.score.iter().flat_map(ScoreMod::captures)).chain(own);
-        let resident = read.find(|capture| capture.name() == name).and_then(|capture| match capture.data() {
-            CaptureData::Device(handle) => handle.get::<Resident>(),
-            _ => None,
-        });
-        resident.and_then(|resident| resident.buffer.get::<R::Buffer>()).cloned().ok_or_else(|| {
-            Error::capture(
-                name,
-                "its values live on another kind of device; upload them to the one that runs the call",
-            )
-        })
+        captured_buffer::<R>(masks.chain(self.score.iter().flat_map(ScoreMod::captures)).chain(own), name)
     }
+}
+
+/// The buffer of the captured tensor `name`, which lives on the device.
+fn captured_buffer<'a, R: Runtime>(
+    captures: impl IntoIterator<Item = &'a Capture>,
+    name: &str,
+) -> Result<R::Buffer>
+where
+    R::Buffer: Any,
+{
+    let found = captures.into_iter().find(|capture| capture.name() == name);
+    let resident = found.and_then(|capture| match capture.data() {
+        CaptureData::Device(handle) => handle.get::<Resident>(),
+        _ => None,
+    });
+    resident.and_then(|resident| resident.buffer.get::<R::Buffer>()).cloned().ok_or_else(|| {
+        Error::capture(
+            name,
+            "its values live on another kind of device; upload them to the one that runs the call",
+        )
+    })
 }
 
 #[cfg(feature = "wgpu")]

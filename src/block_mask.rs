@@ -21,6 +21,7 @@ mod bytes;
 mod import;
 mod lists;
 mod meaning;
+mod open;
 mod picture;
 mod quad_tree;
 mod ranges;
@@ -37,6 +38,7 @@ use std::ops::Range;
 pub use build::Compiled as CompiledMask;
 pub use import::KvBlocks;
 pub use lists::Lists;
+pub(crate) use open::OpenMask;
 pub use picture::Picture;
 pub use tile_map::{Class, TileMap};
 
@@ -260,6 +262,11 @@ impl BlockMask {
     /// Whether the mask_mod says all that the lists do.
     pub(crate) fn is_derived(&self) -> bool {
         self.derived
+    }
+
+    /// The same mask with this mask_mod, which says exactly the same.
+    pub(crate) fn decided_by(self, mask_mod: MaskMod) -> Self {
+        Self { mask_mod: Some(mask_mod), ..self }
     }
 
     /// The same lists with this mask_mod to decide the pairs of partial tiles. It must be true in full

@@ -166,7 +166,8 @@ impl Cpu {
             | Kernel::Merge
             | Kernel::DecodeSplit
             | Kernel::DecodeSubgroup
-            | Kernel::DecodeCombine) => Err(Error::unsupported(format!(
+            | Kernel::DecodeCombine
+            | Kernel::BlockMask) => Err(Error::unsupported(format!(
                 "the Cpu tier has no kernel `{}`; plan for its own profile",
                 kernel.entry()
             ))),

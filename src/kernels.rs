@@ -76,6 +76,8 @@ pub enum Kernel {
     CapturedColumns,
     /// The sums of both, added to the gradients of the captured tensors.
     CapturedScatter,
+    /// The tile maps of blocks: what a mask that reads a tensor on the device keeps of each tile.
+    BlockMask,
 }
 
 impl Kernel {
@@ -97,6 +99,7 @@ impl Kernel {
         Kernel::CapturedRows,
         Kernel::CapturedColumns,
         Kernel::CapturedScatter,
+        Kernel::BlockMask,
     ];
 
     /// Its file, without the ending that the language adds.
@@ -112,6 +115,7 @@ impl Kernel {
             Kernel::Dq | Kernel::Dkv => "backward",
             Kernel::DqSubgroup | Kernel::DkvSubgroup => "backward_subgroup",
             Kernel::CapturedRows | Kernel::CapturedColumns | Kernel::CapturedScatter => "captured",
+            Kernel::BlockMask => "block_mask",
         }
     }
 
@@ -134,6 +138,7 @@ impl Kernel {
             Kernel::CapturedRows => "rows",
             Kernel::CapturedColumns => "columns",
             Kernel::CapturedScatter => "scatter",
+            Kernel::BlockMask => "block_mask",
         }
     }
 
@@ -146,7 +151,8 @@ impl Kernel {
             | Kernel::DecodeSplit
             | Kernel::DecodeSubgroup
             | Kernel::DecodeCombine
-            | Kernel::Merge => false,
+            | Kernel::Merge
+            | Kernel::BlockMask => false,
             Kernel::Delta
             | Kernel::Dsink
             | Kernel::Dq
@@ -180,6 +186,11 @@ impl Kernel {
             Kernel::DkvSubgroup => Kernel::Dkv,
             kernel => kernel,
         }
+    }
+
+    /// Whether it reads or writes q, k, v or gradients, in the call's element type.
+    pub const fn has_tensors(self) -> bool {
+        !matches!(self, Kernel::BlockMask)
     }
 
     /// Whether it uses subgroup operations, which a device has to be asked for.
@@ -306,7 +317,8 @@ impl KernelSpec {
             | Kernel::DkvSubgroup
             | Kernel::CapturedRows
             | Kernel::CapturedColumns
-            | Kernel::CapturedScatter => None,
+            | Kernel::CapturedScatter
+            | Kernel::BlockMask => None,
         };
         Self { metal, ..self }
     }
@@ -383,10 +395,13 @@ impl KernelSpec {
             Kernel::Forward | Kernel::ForwardSubgroup | Kernel::ForwardCoop => {
                 [input, input, input, ReadWrite, ReadWrite, Read, Read, Read, Uniform]
             }
-            // Split writes partials and combine reads them, so out never meets q, k and v; merge likewise.
-            Kernel::DecodeSplit | Kernel::DecodeSubgroup | Kernel::DecodeCombine | Kernel::Merge => {
-                [Read, Read, Read, ReadWrite, ReadWrite, Read, Read, Read, Uniform]
-            }
+            // Split writes partials and combine reads them, so out never meets q, k and v; merge likewise. The
+            // block mask has neither q, k and v nor statistics.
+            Kernel::DecodeSplit
+            | Kernel::DecodeSubgroup
+            | Kernel::DecodeCombine
+            | Kernel::Merge
+            | Kernel::BlockMask => [Read, Read, Read, ReadWrite, ReadWrite, Read, Read, Read, Uniform],
             Kernel::Delta
             | Kernel::Dsink
             | Kernel::Dq
@@ -437,7 +452,7 @@ impl KernelSpec {
         if language == Language::WgslWeb && self.kernel.uses_subgroups() {
             fill.enable("subgroups");
         }
-        if let Language::Wgsl | Language::WgslWeb = language {
+        if self.kernel.has_tensors() {
             let (load, half) = self.load_files();
             fill.slot_file("load", load, files)?;
             if self.kernel.is_backward() {
@@ -588,6 +603,9 @@ impl KernelSpec {
                 ("CHUNK", self.tile.chunk),
                 ("STAGES", self.tile.stages),
             ],
+            Kernel::BlockMask => {
+                vec![("INFO", self.layout.info_len() as u32), ("THREADS", self.tile.threads)]
+            }
         }
     }
 }

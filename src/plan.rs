@@ -18,6 +18,7 @@ mod decode;
 mod lists;
 mod merge;
 mod parts;
+mod scan;
 mod split;
 
 use crate::error::{Error, Result};
@@ -30,6 +31,7 @@ pub(crate) use columns::MOST as MOST_COLUMNS;
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+pub(crate) use scan::scan;
 pub use backward::{Backward, BackwardPlan, CapturedPlaces, Wanted, backward};
 
 /// A forward call without its buffers.

@@ -1,7 +1,7 @@
 //! Block masks from expressions.
 
 use super::lists::Lists;
-use super::quad_tree::{Elements, Grid, Pairs, Pattern, classify};
+use super::quad_tree::{Boxes, Elements, Grid, Pairs, Pattern, classify};
 use super::ranges::Summary;
 use super::terms::{Open, Terms};
 use super::{BlockMask, BlockShape, Class, MAX_BLOCK};
@@ -47,19 +47,25 @@ impl Compiled {
         for capture in mask_mod.captures() {
             if let CaptureData::Device(_) = capture.data() {
                 return Err(Error::unsupported(format!(
-                    "the mask reads `{}`, which lives only on the GPU, but block masks are built from host values here; give the capture as host values",
+                    "the mask reads `{}`, which lives only on the GPU, but its pairs are looked at on the host here; build block masks with `BlockMask::build_on`, or give the capture as host values",
                     capture.name()
                 )));
             }
         }
+        Ok(Self::of_any(mask_mod))
+    }
+
+    /// Prepares a mask that has been checked. If it reads captures that live only on a GPU, its ranges can be
+    /// asked for, but not its pairs.
+    pub(super) fn of_any(mask_mod: &MaskMod) -> Self {
         let terms = Terms::of(mask_mod.expr());
-        Ok(Self {
+        Self {
             program: Program::new(std::slice::from_ref(mask_mod.expr())),
             term_program: Program::new(&terms.terms),
             terms,
             summaries: mask_mod.captures().iter().map(Summary::new).collect(),
             mask_mod: mask_mod.clone(),
-        })
+        }
     }
 
     /// The mask.
@@ -74,7 +80,7 @@ impl Compiled {
     /// As [`BlockMask::build_with`].
     pub fn build(&self, shape: &BlockShape<'_>, block: [usize; 2]) -> Result<BlockMask> {
         let sizes = Sizes::new(shape, block, self.mask_mod.expr().inputs().contains(Input::Batch))?;
-        let heads = if self.mask_mod.expr().inputs().contains(Input::Head) { sizes.heads } else { 1 };
+        let heads = self.heads(&sizes);
         let mut rows = Lists::default();
         for b in 0..sizes.batch {
             let entry = b as usize;
@@ -88,30 +94,46 @@ impl Compiled {
         sizes.finish(heads, rows, Some(self.mask_mod.clone()), true)
     }
 
+    /// Heads that have matrices of their own.
+    pub(super) fn heads(&self, sizes: &Sizes) -> u32 {
+        if self.mask_mod.expr().inputs().contains(Input::Head) { sizes.heads } else { 1 }
+    }
+
     /// The pairs of one (b, h).
-    pub(super) fn matrix(
+    pub(super) fn matrix(&self, bh: [u32; 2], q_len: u32, kv_len: u32, q_offset: i32) -> Result<Matrix<'_>> {
+        Ok(Matrix {
+            boxes: self.boxes(bh, q_len, kv_len, q_offset)?,
+            shifting: None,
+            last: i64::from(q_offset).abs().max(i64::from(q_offset) + i64::from(q_len)).max(kv_len.into()),
+            bound: self.program.bind(&self.env(q_len, kv_len)?)?,
+        })
+    }
+
+    /// The boxes of one (b, h).
+    pub(super) fn boxes(
         &self,
         [b, h]: [u32; 2],
         q_len: u32,
         kv_len: u32,
         q_offset: i32,
-    ) -> Result<Matrix<'_>> {
-        let (captures, scalars) = (self.mask_mod.captures(), self.mask_mod.scalars());
-        let mut env = Env::new(captures, scalars, q_len as usize, kv_len as usize)?;
-        for (capture, summary) in captures.iter().zip(&self.summaries) {
-            env = env.with_ranges(capture.name(), summary);
-        }
-        Ok(Matrix {
+    ) -> Result<Ranged<'_>> {
+        Ok(Ranged {
             terms: &self.terms,
-            ranges: self.term_program.bind_ranges(&env)?,
+            ranges: self.term_program.bind_ranges(&self.env(q_len, kv_len)?)?,
             orders: Vec::new(),
-            shifting: None,
-            last: i64::from(q_offset).abs().max(i64::from(q_offset) + i64::from(q_len)).max(kv_len.into()),
-            bound: self.program.bind(&env)?,
             b: b.cast_signed(),
             h: h.cast_signed(),
             q_offset,
         })
+    }
+
+    fn env(&self, q_len: u32, kv_len: u32) -> Result<Env<'_>> {
+        let captures = self.mask_mod.captures();
+        let mut env = Env::new(captures, self.mask_mod.scalars(), q_len as usize, kv_len as usize)?;
+        for (capture, summary) in captures.iter().zip(&self.summaries) {
+            env = env.with_ranges(capture.name(), summary);
+        }
+        Ok(env)
     }
 }
 
@@ -216,21 +238,27 @@ fn per_entry<T: Copy>(name: &str, values: &[T], default: T, batch: usize) -> Res
 /// Sets of terms for which the operations to compute are kept.
 const ORDERS: usize = 32;
 
-/// The pairs of one (b, h), as range analysis and as elements.
+/// The boxes of one (b, h), as range analysis knows them.
 #[derive(Debug)]
-pub(super) struct Matrix<'a> {
+pub(super) struct Ranged<'a> {
     terms: &'a Terms,
     ranges: Ranges<'a>,
     /// The sets of terms met so far.
     orders: Vec<Order>,
+    b: i32,
+    h: i32,
+    q_offset: i32,
+}
+
+/// The pairs of one (b, h), as range analysis and as elements.
+#[derive(Debug)]
+pub(super) struct Matrix<'a> {
+    boxes: Ranged<'a>,
     /// The terms that depend on no more than q - kv, once asked for.
     shifting: Option<Open>,
     /// No position is larger, either way.
     last: i64,
     bound: Bound<'a, f32>,
-    b: i32,
-    h: i32,
-    q_offset: i32,
 }
 
 /// What to compute for a set of terms.
@@ -243,7 +271,7 @@ struct Order {
     columns: Vec<u32>,
 }
 
-impl Matrix<'_> {
+impl Ranged<'_> {
     /// The place of a set of terms in `orders`, or of `wanted`, which is added if neither is there.
     fn order(&mut self, open: Open, wanted: Open) -> usize {
         if let Some(order) = self.orders.iter().position(|order| order.open == open || order.open == wanted) {
@@ -271,16 +299,9 @@ impl Matrix<'_> {
         // Checked by `Sizes::new` for all rows.
         self.q_offset.wrapping_add_unsigned(q)
     }
-
-    /// Which pairs of a stretch of one row are kept.
-    pub(super) fn mask_row(&mut self, q: u32, kv: [u32; 2]) -> &[bool] {
-        let position = self.position(q);
-        self.bound.row(self.b, self.h, position, kv[0].cast_signed(), &[], (kv[1] - kv[0]) as usize);
-        self.bound.output(0).bools()
-    }
 }
 
-impl Elements for Matrix<'_> {
+impl Boxes for Ranged<'_> {
     fn all(&self) -> Open {
         self.terms.all()
     }
@@ -315,21 +336,44 @@ impl Elements for Matrix<'_> {
             _ => (Class::Partial, left),
         }
     }
+}
 
+impl Matrix<'_> {
+    /// Which pairs of a stretch of one row are kept.
+    pub(super) fn mask_row(&mut self, q: u32, kv: [u32; 2]) -> &[bool] {
+        let Ranged { b, h, .. } = self.boxes;
+        let position = self.boxes.position(q);
+        self.bound.row(b, h, position, kv[0].cast_signed(), &[], (kv[1] - kv[0]) as usize);
+        self.bound.output(0).bools()
+    }
+}
+
+impl Boxes for Matrix<'_> {
+    fn all(&self) -> Open {
+        self.boxes.all()
+    }
+
+    fn range(&mut self, pairs: &Pairs, open: Open) -> (Class, Open) {
+        self.boxes.range(pairs, open)
+    }
+}
+
+impl Elements for Matrix<'_> {
     fn pattern(&mut self, pairs: &Pairs, open: Open) -> Option<Pattern> {
-        let shifting = *self.shifting.get_or_insert_with(|| self.terms.shifting(self.last));
+        let boxes = &mut self.boxes;
+        let shifting = *self.shifting.get_or_insert_with(|| boxes.terms.shifting(self.last));
         if open & !shifting == 0 {
             return Some(Pattern::Diagonal(open, i64::from(pairs.q[0]) - i64::from(pairs.kv[0])));
         }
-        if self.orders.len() >= ORDERS {
+        if boxes.orders.len() >= ORDERS {
             return None;
         }
-        let order = self.order(open, open);
-        let order = &self.orders[order];
-        if let Some(values) = self.constants(&order.columns) {
+        let order = boxes.order(open, open);
+        let order = &boxes.orders[order];
+        if let Some(values) = boxes.constants(&order.columns) {
             return Some(Pattern::Rows(open, pairs.q[0], values));
         }
-        let values = self.constants(&order.rows)?;
+        let values = boxes.constants(&order.rows)?;
         Some(Pattern::Columns(open, pairs.kv[0], values))
     }
 

@@ -27,14 +27,18 @@ impl Pairs {
     }
 }
 
-/// What the quad-tree asks about a mask. `open` is the set of terms that a box around this one left
-/// open.
-pub(crate) trait Elements {
+/// What the quad-tree asks about the boxes of a mask. `open` is the set of terms that a box around this one
+/// left open.
+pub(crate) trait Boxes {
     /// The set of all terms.
     fn all(&self) -> Open;
     /// The class of a box as far as range analysis knows it, `Partial` when it does not, and the terms
     /// that are still open in it.
     fn range(&mut self, pairs: &Pairs, open: Open) -> (Class, Open);
+}
+
+/// What it asks about the pairs of a mask, where they can be looked at.
+pub(crate) trait Elements: Boxes {
     /// What the pairs of a box follow from, if it is less than the whole box: boxes of one size and pattern
     /// keep the same pairs. The box must be the one whose range was asked last.
     fn pattern(&mut self, pairs: &Pairs, open: Open) -> Option<Pattern>;
@@ -104,28 +108,53 @@ impl Grid {
 }
 
 /// Classifies the blocks of one matrix.
+pub(crate) fn classify(grid: &Grid, mask: &mut impl Elements) -> Cells {
+    let mut cells = Cells::default();
+    // The maps of whole blocks by what they follow from.
+    let mut patterns = HashMap::new();
+    descend(grid, mask, |mask, found| match found {
+        Found::Full(rect) => cells.full.push(rect),
+        Found::Open { row, column, pairs, open } => {
+            let map = block(grid, mask, &mut patterns, [row, column], &pairs, open);
+            if map == grid.filled(row, column, Class::Full) {
+                cells.full.push(Rect { rows: [row, row + 1], columns: [column, column + 1] });
+            } else if map != TileMap::EMPTY {
+                cells.partial.push((row, column, map));
+            }
+        }
+    });
+    cells
+}
+
+/// What a descent meets.
+pub(crate) enum Found {
+    /// Blocks all of whose pairs are kept.
+    Full(Rect),
+    /// A block that ranges do not decide, its pairs and its open terms.
+    Open { row: u32, column: u32, pairs: Pairs, open: Open },
+}
+
+/// Descends into the boxes of one matrix that ranges do not decide, down to blocks. The columns of each row,
+/// and the rows of each column, are met ascending, those of full blocks and those of open ones.
 ///
 /// The tree starts at the smallest power of two of blocks that covers the matrix, so that boxes line
 /// up with the chunks over which captured tensors are summarised.
-pub(crate) fn classify(grid: &Grid, mask: &mut impl Elements) -> Cells {
+pub(crate) fn descend<M: Boxes>(grid: &Grid, mask: &mut M, each: impl FnMut(&mut M, Found)) {
     let open = mask.all();
-    let mut tree = Tree { grid, mask, cells: Cells::default(), patterns: HashMap::new() };
+    let mut tree = Tree { grid, mask, each };
     let [rows, columns] = grid.blocks();
     if rows > 0 && columns > 0 {
         tree.blocks(0, 0, rows.max(columns).next_power_of_two(), open);
     }
-    tree.cells
 }
 
-struct Tree<'a, M> {
+struct Tree<'a, M, E> {
     grid: &'a Grid,
     mask: &'a mut M,
-    cells: Cells,
-    /// The maps of whole blocks by what they follow from.
-    patterns: HashMap<Pattern, TileMap>,
+    each: E,
 }
 
-impl<M: Elements> Tree<'_, M> {
+impl<M: Boxes, E: FnMut(&mut M, Found)> Tree<'_, M, E> {
     /// Blocks `[row, row + size) x [column, column + size)`, as far as they exist.
     fn blocks(&mut self, row: u32, column: u32, size: u32, open: Open) {
         let [rows, columns] = self.grid.blocks();
@@ -139,8 +168,10 @@ impl<M: Elements> Tree<'_, M> {
         let pairs = self.grid.pairs(rect.rows, rect.columns);
         match self.mask.range(&pairs, open) {
             (Class::Empty, _) => {}
-            (Class::Full, _) => self.cells.full.push(rect),
-            (Class::Partial, open) if size == 1 => self.block(row, column, &pairs, open),
+            (Class::Full, _) => (self.each)(self.mask, Found::Full(rect)),
+            (Class::Partial, open) if size == 1 => {
+                (self.each)(self.mask, Found::Open { row, column, pairs, open });
+            }
             (Class::Partial, open) => {
                 // This order visits the columns of each row, and the rows of each column, ascending.
                 let half = size / 2;
@@ -151,51 +182,55 @@ impl<M: Elements> Tree<'_, M> {
             }
         }
     }
+}
 
-    fn block(&mut self, row: u32, column: u32, pairs: &Pairs, open: Open) {
-        let whole = [pairs.rows(), pairs.columns()] == self.grid.block;
-        let pattern = if whole { self.mask.pattern(pairs, open) } else { None };
-        let map = match pattern.and_then(|pattern| self.patterns.get(&pattern)) {
-            Some(&map) => map,
-            None => self.map(row, column, open),
-        };
-        if let Some(pattern) = pattern {
-            self.patterns.insert(pattern, map);
-        }
-        if map == self.grid.filled(row, column, Class::Full) {
-            self.cells.full.push(Rect { rows: [row, row + 1], columns: [column, column + 1] });
-        } else if map != TileMap::EMPTY {
-            self.cells.partial.push((row, column, map));
-        }
+/// The map of a block that ranges do not decide.
+fn block(
+    grid: &Grid,
+    mask: &mut impl Elements,
+    patterns: &mut HashMap<Pattern, TileMap>,
+    [row, column]: [u32; 2],
+    pairs: &Pairs,
+    open: Open,
+) -> TileMap {
+    let whole = [pairs.rows(), pairs.columns()] == grid.block;
+    let pattern = if whole { mask.pattern(pairs, open) } else { None };
+    let map = match pattern.and_then(|pattern| patterns.get(&pattern)) {
+        Some(&map) => map,
+        None => tiles(grid, mask, row, column, open),
+    };
+    if let Some(pattern) = pattern {
+        patterns.insert(pattern, map);
     }
+    map
+}
 
-    fn map(&mut self, row: u32, column: u32, open: Open) -> TileMap {
-        let mut map = TileMap::EMPTY;
-        for r in [0, 2] {
-            for c in [0, 2] {
-                let pairs = self.grid.tile_pairs(row, column, [r, r + 2], [c, c + 2]);
+fn tiles(grid: &Grid, mask: &mut impl Elements, row: u32, column: u32, open: Open) -> TileMap {
+    let mut map = TileMap::EMPTY;
+    for r in [0, 2] {
+        for c in [0, 2] {
+            let pairs = grid.tile_pairs(row, column, [r, r + 2], [c, c + 2]);
+            if pairs.is_empty() {
+                continue;
+            }
+            let (class, open) = mask.range(&pairs, open);
+            if class == Class::Empty {
+                continue;
+            }
+            for (r, c) in [(r, c), (r, c + 1), (r + 1, c), (r + 1, c + 1)] {
+                let pairs = grid.tile_pairs(row, column, [r, r + 1], [c, c + 1]);
                 if pairs.is_empty() {
                     continue;
                 }
-                let (class, open) = self.mask.range(&pairs, open);
-                if class == Class::Empty {
-                    continue;
-                }
-                for (r, c) in [(r, c), (r, c + 1), (r + 1, c), (r + 1, c + 1)] {
-                    let pairs = self.grid.tile_pairs(row, column, [r, r + 1], [c, c + 1]);
-                    if pairs.is_empty() {
-                        continue;
-                    }
-                    let class = match class {
-                        Class::Partial => settle_open(self.mask, &pairs, open),
-                        known => known,
-                    };
-                    map = map.with(r as usize, c as usize, class);
-                }
+                let class = match class {
+                    Class::Partial => settle_open(mask, &pairs, open),
+                    known => known,
+                };
+                map = map.with(r as usize, c as usize, class);
             }
         }
-        map
     }
+    map
 }
 
 /// The exact class of a box: ranges, then corners, then elements.

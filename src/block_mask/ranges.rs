@@ -91,6 +91,9 @@ impl Summary {
 
 impl CaptureRanges for Summary {
     fn range(&self, index: &[(i64, i64)]) -> Range {
+        if let CaptureData::Device(_) = self.capture.data() {
+            return Range::all(self.capture.dtype().ty());
+        }
         let shape = self.capture.shape();
         let extent = |&(lo, hi): &(i64, i64)| (hi - lo + 1).max(1) as usize;
         let Some(axis) = (0..index.len()).max_by_key(|&axis| extent(&index[axis])) else {

@@ -74,6 +74,7 @@ const fn without_comments<const N: usize>(text: &str) -> ([u8; N], usize) {
 pub const WGSL_FILES: &[(&str, &str)] = &[
     ("backward.wgsl", text!("../../wgsl/backward.wgsl")),
     ("backward_subgroup.wgsl", text!("../../wgsl/backward_subgroup.wgsl")),
+    ("block_mask.wgsl", text!("../../wgsl/block_mask.wgsl")),
     ("captured.wgsl", text!("../../wgsl/captured.wgsl")),
     ("cluster.wgsl", text!("../../wgsl/cluster.wgsl")),
     ("common.wgsl", text!("../../wgsl/common.wgsl")),

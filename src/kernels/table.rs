@@ -288,6 +288,8 @@ pub const TILES: &[TileRow] = &[
     gradient(Kernel::CapturedColumns, 2, [ANY, ANY], 16, 2),
     gradient(Kernel::CapturedScatter, 4, [ANY, ANY], 8, 2),
     gradient(Kernel::CapturedScatter, 2, [ANY, ANY], 16, 2),
+    unstaged(Kernel::BlockMask, Adapter::Any, 4, [ANY, ANY], 0, 0),
+    unstaged(Kernel::BlockMask, Adapter::Any, 2, [ANY, ANY], 0, 0),
 ];
 
 impl TileRow {
@@ -424,6 +426,7 @@ impl Tile {
                 operands * dtype.size() as u32 + 32 * 36 * 4 + 32 / self.rows * 4
             }
             Kernel::Delta | Kernel::Dsink => 64 * 4,
+            Kernel::BlockMask => self.threads * 4,
             Kernel::Dq | Kernel::Dkv => self.staged(dtype) + 32 * 9 * 16,
             Kernel::CapturedRows | Kernel::CapturedColumns | Kernel::CapturedScatter => {
                 self.staged(dtype) + 32 * 8 * 4
