@@ -1,7 +1,7 @@
 //! Prints kernel text: what a mask and a score mod become on a GPU.
 //!
 //! ```text
-//! cargo run --release --example emit -- --language wgsl|wgsl-web|msl --pass forward|decode|backward \
+//! cargo run --release --example emit -- --language wgsl|wgsl-web|msl --pass forward|decode|backward|block_mask \
 //!     [--score NAME|FILE] [--mask NAME|FILE] [--params NAME=VALUE,..] [--capture NAME:TYPE:8x64] ..
 //!     [--head-dim D] [--v-dim D] [--dtype f32|f16|bf16] [--tier portable|subgroup|coop-matrix] [--loader staged|direct]
 //! cargo run --release --example emit -- --all --language LANGUAGE --out FOLDER
@@ -54,7 +54,7 @@ impl Wanted {
 }
 
 const USAGE: &str = "\
-usage: emit --language wgsl|wgsl-web|msl --pass forward|decode|backward [--score NAME|FILE] [--mask NAME|FILE]
+usage: emit --language wgsl|wgsl-web|msl --pass forward|decode|backward|block_mask [--score NAME|FILE] [--mask NAME|FILE]
             [--params NAME=VALUE,..] [--capture NAME:TYPE:8x64] .. [--head-dim D] [--v-dim D] [--dtype f32|f16|bf16]
             [--tier portable|subgroup|coop-matrix] [--loader staged|direct]
        emit --all --language LANGUAGE --out FOLDER";
@@ -188,9 +188,11 @@ fn print(wanted: &Wanted) -> Result<(), Failure> {
     let all = Kernel::ALL.iter().copied();
     let kernels: Vec<Kernel> = all.filter(chosen).filter(|kernel| pass_of(*kernel) == wanted.pass).collect();
     if kernels.is_empty() {
-        return Err(
-            format!("there is no pass {}; there are forward, decode and backward", wanted.pass).into()
-        );
+        return Err(format!(
+            "there is no pass {}; there are forward, decode, backward and block_mask",
+            wanted.pass
+        )
+        .into());
     }
     let mut printed = 0;
     for kernel in kernels {
@@ -208,9 +210,11 @@ fn print(wanted: &Wanted) -> Result<(), Failure> {
         printed += 1;
     }
     if printed == 0 {
-        return Err(
-            format!("no {} kernel of tier {} has MSL; leave --tier out", wanted.pass, wanted.tier).into()
-        );
+        return Err(format!(
+            "no {} kernel of tier {} has MSL; leave --tier out, or print WGSL",
+            wanted.pass, wanted.tier
+        )
+        .into());
     }
     Ok(())
 }
@@ -220,6 +224,7 @@ fn print(wanted: &Wanted) -> Result<(), Failure> {
 fn pass_of(kernel: Kernel) -> &'static str {
     match kernel.file() {
         "captured" => "captured",
+        "block_mask" => "block_mask",
         "decode" | "decode_subgroup" => "decode",
         _ if kernel.is_backward() => "backward",
         _ => "forward",
@@ -246,7 +251,8 @@ fn prebuilt_specs() -> Result<Vec<(String, KernelSpec)>, Failure> {
         if !evaluates_mods(&plain)? {
             continue;
         }
-        for row in scores::ALL {
+        // Blocks are the mask's alone.
+        for row in scores::ALL.iter().filter(|_| kernel != Kernel::BlockMask) {
             specs.push((row.name.to_owned(), with_mods(plain.clone(), Some(&row.build(&SIZES)?), None)));
         }
         for row in masks::ALL {

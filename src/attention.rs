@@ -243,7 +243,7 @@ impl Attention {
     }
 
     /// Which pairs are kept. Blocks that keep nothing are skipped; there is no need to build a block
-    /// mask.
+    /// mask, unless the mask reads a captured tensor on the device: see [`BlockMask::build_on`].
     pub fn mask_mod(mut self, mask: MaskMod) -> Self {
         self.mask = Some(mask);
         self

@@ -31,8 +31,8 @@ pub(crate) use columns::MOST as MOST_COLUMNS;
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-pub(crate) use scan::scan;
 pub use backward::{Backward, BackwardPlan, CapturedPlaces, Wanted, backward};
+pub(crate) use scan::scan;
 
 /// A forward call without its buffers.
 #[derive(Clone, Debug)]

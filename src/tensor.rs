@@ -272,7 +272,8 @@ impl crate::gpu::Gpu {
     /// A captured tensor whose values lie in a buffer of the program's on this device, from element
     /// `first` on, row-major: kernels read it in place, so what the GPU computed need not be read
     /// back. A call binds one such tensor. Nothing is known of its values, so every block of a mask
-    /// that reads it counts as partial.
+    /// that reads it counts as partial, unless the call is given the block mask that
+    /// [`BlockMask::build_on`](crate::BlockMask::build_on) makes of it.
     ///
     /// # Errors
     ///

@@ -1,5 +1,7 @@
 //! Block masks against the value of every pair, against PyTorch's lists, and their bars.
 
+#[cfg(feature = "wgpu")]
+mod on_device;
 mod random;
 
 use flexattn::expr::{Env, Program};

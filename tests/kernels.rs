@@ -274,6 +274,14 @@ fn prebuilt_kernels() -> Vec<(&'static str, KernelSpec)> {
     masks.chain(scores).collect()
 }
 
+/// The kernel that looks into blocks, of a mask that reads one tensor in place and another among the captures.
+fn block_mask_kernel() -> KernelSpec {
+    let mask = masks::interval(&[0, 1], &[[0, 1], [1, 2]]) & masks::causal();
+    let plain = KernelSpec::new(Kernel::BlockMask, DType::F32, 64, 64, 16 << 10).unwrap();
+    let layout = Layout::new([mask.expr()], Some("group"));
+    KernelSpec { mods: Mods { mask: Some(mask.expr().clone()), ..Mods::default() }, layout, ..plain }
+}
+
 /// Compares a generated file with the stored one, or with UPDATE_SNAPSHOTS=1 stores it.
 fn snapshot(path: &str, text: &str) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/snapshots").join(path);
@@ -300,6 +308,9 @@ fn prebuilt_mods_give_the_stored_kernels_and_each_is_valid() {
         valid_wgsl(name, &text);
         snapshot(&format!("wgsl/{name}.wgsl"), &text);
     }
+    let text = block_mask_kernel().text(Language::Wgsl).unwrap();
+    valid_wgsl("block_mask", &text);
+    snapshot("wgsl/kernel_block_mask.wgsl", &text);
 }
 
 /// What Apple's compiler should see: the Metal kernels with each prebuilt mask and score mod, and every

@@ -74,8 +74,12 @@ impl BlockMask {
         R::Buffer: Any,
     {
         let profile = runtime.profile();
-        if !mask_mod.captures().iter().any(is_on_device) {
+        let on_device: Vec<&Capture> = mask_mod.captures().iter().filter(|it| is_on_device(it)).collect();
+        if on_device.is_empty() {
             return Self::build(mask_mod, shape);
+        }
+        for capture in on_device {
+            captured_buffer::<R>([capture], capture.name())?;
         }
         if profile.tier == Tier::Cpu {
             let host = on_host(runtime, mask_mod).await?;

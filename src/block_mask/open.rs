@@ -36,8 +36,7 @@ impl OpenMask {
         let compiled = Compiled::of_any(mask_mod);
         let sizes = Sizes::new(shape, [BLOCK; 2], mask_mod.expr().inputs().contains(Input::Batch))?;
         let heads = compiled.heads(&sizes);
-        let mut mask =
-            Self { mask_mod: mask_mod.clone(), heads, sizes, cells: Vec::new(), open: Vec::new() };
+        let mut mask = Self { mask_mod: mask_mod.clone(), heads, sizes, cells: Vec::new(), open: Vec::new() };
         let [rows, columns] = mask.blocks();
         let count = [mask.sizes.batch, heads, rows].iter().try_fold(columns, |n, &size| n.checked_mul(size));
         if count.is_none() {

@@ -139,7 +139,7 @@ pub enum CaptureData {
     /// bool in host memory.
     Bool(Arc<[bool]>),
     /// Values that only a GPU knows. Kernels read them; a mask that reads them skips no blocks, unless the call is
-    /// given a block mask ([`Attention::block_mask`](crate::Attention::block_mask)).
+    /// given the block mask that [`BlockMask::build_on`](crate::BlockMask::build_on) makes of it.
     Device(DeviceHandle),
 }
 
