@@ -255,7 +255,8 @@ impl Attention {
         self
     }
 
-    /// Block lists to use instead of those that would be built. Pairs of partial tiles are decided by
+    /// Block lists to use instead of those that would be built: imported ones, or those of a mask that reads a
+    /// captured tensor on the device ([`BlockMask::build_on`]). Pairs of partial tiles are decided by
     /// the mask_mod given here, which has to be the one that the lists were built from, else by the block
     /// mask's own; a call with neither is refused, unless no tile is partial.
     pub fn block_mask(mut self, block_mask: impl Into<Arc<BlockMask>>) -> Self {

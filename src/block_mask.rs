@@ -10,6 +10,9 @@
 //! 2. A tile that ranges do not decide is probed at its corners; one kept and one dropped pair make it
 //!    partial. Otherwise its pairs are scanned until both are seen.
 //!
+//! Where a mask reads a captured tensor that lives on a device, the second step happens there: a kernel looks
+//! at every pair of the blocks that ranges leave open ([`BlockMask::build_on`]).
+//!
 //! The result is exact: a tile is partial only if it keeps a pair and drops a pair.
 //!
 //! Ragged ends: a block or tile at the end of the lengths is full when it keeps every pair that exists.
@@ -157,7 +160,7 @@ impl BlockMask {
     ///
     /// [`Error::Shape`] for a shape that does not fit itself, [`Error::Expression`] or
     /// [`Error::Capture`] for a mask that does not pass [`MaskMod::check`], [`Error::Unsupported`] when it reads a capture that lives only
-    /// on a GPU.
+    /// on a GPU: [`BlockMask::build_on`] takes those.
     pub fn build(mask_mod: &MaskMod, shape: BlockShape<'_>) -> Result<Self> {
         Self::build_with(mask_mod, shape, [BLOCK; 2])
     }

@@ -2,7 +2,7 @@
 
 use super::captured_buffer;
 use crate::block_mask::{BlockMask, BlockShape, OpenMask};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::expr::{Capture, CaptureData, CaptureType, MaskMod};
 use crate::plan;
 use crate::runtime::{Resident, Runtime, Tier, Usage};
@@ -20,10 +20,10 @@ impl BlockMask {
     ///
     /// # Errors
     ///
-    /// As [`BlockMask::build`]; [`Error::Capture`](crate::Error::Capture) for a second captured tensor on the device,
-    /// and for one of another kind of device; [`Error::Buffer`](crate::Error::Buffer) for one of another device of the
-    /// kind; [`Error::Overflow`](crate::Error::Overflow) and [`Error::Limit`](crate::Error::Limit) for more blocks than
-    /// u32 counts, or one buffer holds the maps of; those of [`Runtime::create`], [`Runtime::run`] and
+    /// As [`BlockMask::build`]; [`Error::Capture`] for a second captured tensor on the device,
+    /// and for one of another kind of device; [`Error::Buffer`] for one of another device of the
+    /// kind; [`Error::Overflow`] and [`Error::Limit`] for more blocks than u32 counts, or one buffer holds the maps of, and
+    /// [`Error::Limit`] for a captured tensor whose buffer is longer than a binding; those of [`Runtime::create`], [`Runtime::run`] and
     /// [`Runtime::read`].
     ///
     /// ```
@@ -79,7 +79,16 @@ impl BlockMask {
             return Self::build(mask_mod, shape);
         }
         for capture in on_device {
-            captured_buffer::<R>([capture], capture.name())?;
+            let size = runtime.size(&captured_buffer::<R>([capture], capture.name())?);
+            if size > profile.limits.storage_binding {
+                return Err(Error::Limit {
+                    what: format!("the buffer of capture `{}`", capture.name()),
+                    limit: "maxStorageBufferBindingSize",
+                    needed: size,
+                    available: profile.limits.storage_binding,
+                    remedy: "give the tensor a smaller buffer, or the device the larger limit".into(),
+                });
+            }
         }
         if profile.tier == Tier::Cpu {
             let host = on_host(runtime, mask_mod).await?;

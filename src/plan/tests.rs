@@ -1,9 +1,10 @@
 //! Plans without any device.
 
 use super::*;
-use crate::expr::Capture;
+use crate::block_mask::{BlockShape, OpenMask};
+use crate::expr::{Capture, CaptureData, CaptureType, Captured, DeviceHandle, I32};
 use crate::masks;
-use crate::runtime::Limits;
+use crate::runtime::{Limits, Resident};
 
 fn operand(layout: Layout) -> Operand {
     Operand { layout, buffer: layout.end() as u64 * 4 }
@@ -286,4 +287,69 @@ fn tensors_of_two_mods_may_share_a_name_only_if_they_are_alike() {
     };
     assert_eq!(mods(&[1.0, 2.0], &[1.0, 2.0]).unwrap(), 1);
     assert!(mods(&[1.0, 2.0], &[1.0, 3.0]).unwrap_err().is_capture());
+}
+
+/// `doc[q] == doc[kv]` of values that nobody here knows.
+fn unknown_documents(tokens: usize) -> MaskMod {
+    let resident = Resident { buffer: DeviceHandle::new(0u8), first: 0 };
+    let data = CaptureData::Device(DeviceHandle::new(resident));
+    let doc = Capture::new("doc", CaptureType::I32, &[tokens], data).unwrap();
+    let doc = Captured::<I32>::new(doc).unwrap();
+    MaskMod::new(|i| doc.at([i.q()]).eq(doc.at([i.kv()])))
+}
+
+#[test]
+fn only_blocks_that_the_rest_of_a_mask_leaves_open_are_looked_into() {
+    let shape = BlockShape::new(2, 4, 1024, 1024);
+    let blocks = |mask: MaskMod| {
+        let mut open = OpenMask::new(&mask, &shape, usize::MAX).unwrap().open().to_vec();
+        open.sort_unstable();
+        open
+    };
+    let doc = || unknown_documents(1024);
+    assert!(blocks(doc()).into_iter().eq(0..64));
+    assert_eq!(blocks(doc() & masks::causal()).len(), 36);
+    assert_eq!(blocks(doc() & masks::sliding_window(100)).len(), 15);
+    assert!(blocks(doc() | masks::noop()).is_empty());
+    // A mask that tells batch entries apart has a matrix for each.
+    assert_eq!(blocks(doc() & masks::padding(&[1024, 128])).len(), 64 + 1);
+}
+
+#[test]
+fn looking_into_blocks_is_cut_by_bindings_and_by_work() {
+    let mask = OpenMask::new(&unknown_documents(16384), &BlockShape::new(1, 1, 16384, 16384), usize::MAX);
+    let mask = mask.unwrap();
+    let profile = |storage_binding, software| Profile {
+        software,
+        limits: Limits { storage_binding, workgroups: 150, ..Limits::default() },
+        ..Profile::floor(Tier::Portable)
+    };
+    let launches = |profile: &Profile| {
+        let passes = scan(&mask, profile).unwrap().passes;
+        let mut windows: Vec<(u64, u64, u32)> = Vec::new();
+        for pass in &passes {
+            let [x, y, _] = pass.grid;
+            let params = params(pass);
+            assert!(x <= 150 && y <= 150 && x * y >= params.groups - params.first_group && params.fold == x);
+            assert!(pass.work <= Plan::budget(profile));
+            let maps = &pass.slots[3];
+            match windows.last_mut().filter(|(offset, ..)| *offset == maps.offset) {
+                Some((.., next)) if *next == params.first_group => *next = params.groups,
+                _ => {
+                    assert_eq!(params.first_group, 0);
+                    windows.push((maps.offset, maps.size, params.groups));
+                }
+            }
+        }
+        for (n, &(offset, size, groups)) in windows.iter().enumerate() {
+            assert_eq!(size, 4 * u64::from(groups));
+            assert_eq!(offset, windows[..n].iter().map(|(_, size, _)| size).sum::<u64>());
+            assert!(offset % 256 == 0 && size + 8 <= profile.limits.storage_binding);
+        }
+        assert_eq!(windows.iter().map(|(.., groups)| groups).sum::<u32>(), 128 * 128);
+        (passes.len(), windows.len())
+    };
+    assert_eq!(launches(&profile(128 << 20, false)), (1, 1));
+    assert_eq!(launches(&profile(128 << 20, true)), (2, 1));
+    assert_eq!(launches(&profile(20_000, false)), (4, 4));
 }
