@@ -1,7 +1,7 @@
 //! What the suites need from the machine, how to see whether it is there, and how to bring it.
 
 use crate::drivers::{Driver, retry};
-use crate::process::{Program, on_path};
+use crate::process::{Program, on_path, own_node};
 use std::path::Path;
 
 /// Something that a suite needs and a fresh machine may lack.
@@ -42,7 +42,7 @@ impl Need {
                 rustup_has("wasm32-unknown-unknown") || (debian_std() && on_path("wasm-ld-19").is_some())
             }
             DarwinStd => cfg!(target_os = "macos") || rustup_has("aarch64-apple-darwin") || debian_std(),
-            Node => on_path("node").is_some() && on_path("npm").is_some(),
+            Node => on_path("npm").is_some() && node_version().is_some_and(|version| is_recent_node(&version)),
             Chromium => on_path("chromium").is_some(),
             Mesa26 => Driver::Mesa26.is_here(),
             Mesa25 => Driver::Mesa25.is_here(),
@@ -71,7 +71,9 @@ impl Need {
                 "wasm32-unknown-unknown (rustup target add, or apt: rustc-web cargo-web rust-web-src lld-19)"
             }
             DarwinStd => "aarch64-apple-darwin (rustup target add, or apt: rustc-web cargo-web rust-web-src)",
-            Node => "node and npm (apt: nodejs npm)",
+            Node => {
+                "npm, and node 20.19, 22.12 or newer (a Mac: brew install node; Debian 12's own is older: --install)"
+            }
             Chromium => "Chromium (apt: chromium)",
             Mesa26 => "Mesa 26's lavapipe, unpacked under target/drivers (cargo xtask test --install)",
             Mesa25 => "Mesa 25's lavapipe, unpacked under target/drivers (cargo xtask test --install)",
@@ -88,9 +90,10 @@ impl Need {
             Clang => &["clang-19", "g++"],
             WasmStd => &["rustc-web", "cargo-web", "rust-web-src", "lld-19"],
             DarwinStd => &["rustc-web", "cargo-web", "rust-web-src"],
-            Node => &["nodejs", "npm"],
+            // Only to begin with: where this brings an older node, npm brings a newer one.
+            Node if on_path("npm").is_none() => &["nodejs", "npm"],
             Chromium => &["chromium", "fonts-dejavu-core"],
-            Mesa26 | Mesa25 | Dawn | WebPackages | Typos | MetalCompiler => &[],
+            Node | Mesa26 | Mesa25 | Dawn | WebPackages | Typos | MetalCompiler => &[],
         }
     }
 }
@@ -112,7 +115,8 @@ pub(crate) fn install(needs: &[Need]) {
             Dawn => install_npm("tests/tint"),
             WebPackages => install_npm("web"),
             Typos => install_typos(),
-            Vulkan | Clang | WasmStd | DarwinStd | Node | Chromium | MetalCompiler => {
+            Node => install_node(),
+            Vulkan | Clang | WasmStd | DarwinStd | Chromium | MetalCompiler => {
                 Err("still missing".to_owned())
             }
         };
@@ -159,6 +163,55 @@ fn install_npm(folder: &str) -> Result<(), String> {
         return Err(format!("{folder} has no package-lock.json"));
     }
     retry(|| Program::words("npm ci --ignore-scripts --no-audit --no-fund").folder(folder).run().ok)
+}
+
+/// Builds of node by its own project, as npm packages: one for each kind of machine, and beside it an npm that fits.
+const NODE: &str = "22.23.5";
+const NPM: &str = "10.9.4";
+
+/// A node of our own under `target/`, brought by whatever npm is here from the registry that it is set to; npm compares
+/// what comes with the registry's checksums. From then on it stands first on the PATH of every program that is run.
+fn install_node() -> Result<(), String> {
+    let machine = match std::env::consts::ARCH {
+        "x86_64" => "x64",
+        "aarch64" => "arm64",
+        other => return Err(format!("there is no build of node for {other}; bring a newer node")),
+    };
+    if !cfg!(target_os = "linux") {
+        return Err("brew install node".to_owned());
+    }
+    if on_path("npm").is_none() {
+        return Err("npm is missing".to_owned());
+    }
+    let folder = crate::target_folder().join("tools/node");
+    let npm = || {
+        let words = "npm install --ignore-scripts --no-audit --no-fund --no-save --prefix";
+        let packages = [format!("node-linux-{machine}@{NODE}"), format!("npm@{NPM}")];
+        Program::words(words).arg(&folder).args(packages).run().ok
+    };
+    std::fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+    retry(npm)?;
+    match Node.is_met() {
+        true => Ok(()),
+        false => Err(format!("{} does not run here", own_node().join("node").display())),
+    }
+}
+
+/// What the node on the PATH says of its version: `v22.23.5`.
+fn node_version() -> Option<String> {
+    let said = Program::words("node --version").run_quietly();
+    said.lines.into_iter().next().filter(|_| said.ok)
+}
+
+/// Whether this version runs the page's build: Vite takes 20.19 and 22.12 and what is newer, but no 21.
+fn is_recent_node(version: &str) -> bool {
+    let mut numbers = version.trim_start_matches('v').split('.').map(|part| part.parse::<u32>().ok());
+    let (Some(Some(major)), Some(Some(minor))) = (numbers.next(), numbers.next()) else { return false };
+    match major {
+        20 => minor >= 19,
+        22 => minor >= 12,
+        major => major > 22,
+    }
 }
 
 fn install_typos() -> Result<(), String> {
@@ -230,4 +283,19 @@ pub(crate) fn cargo_with_profile(target: &str, command: &str, profile: &str) -> 
 
 fn is_root() -> bool {
     Program::words("id -u").run_quietly().lines.first().is_some_and(|line| line == "0")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_recent_node;
+
+    #[test]
+    fn a_node_that_cannot_build_the_page_does_not_count() {
+        for old in ["v18.20.4", "v20.18.3", "v21.7.0", "v22.11.0", "", "v22", "nonsense"] {
+            assert!(!is_recent_node(old), "{old}");
+        }
+        for recent in ["v20.19.0", "v22.12.0", "v22.23.5", "v23.0.0", "v26.1.0"] {
+            assert!(is_recent_node(recent), "{recent}");
+        }
+    }
 }

@@ -1,9 +1,9 @@
 //! Running other programs: their output is shown as it comes, and read for what it says of tests.
 
 use crate::report::Counts;
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::io::{BufRead, BufReader, Read, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::mpsc;
 
@@ -30,6 +30,7 @@ impl Program {
         let text = name.as_ref().to_string_lossy().into_owned();
         let mut command = Command::new(name);
         command.stdin(Stdio::null());
+        command.env("PATH", search_path());
         if std::env::var_os("XDG_RUNTIME_DIR").is_none() {
             // Vulkan drivers look here for a display and complain on every start when it is not set.
             command.env("XDG_RUNTIME_DIR", std::env::temp_dir());
@@ -142,8 +143,23 @@ impl std::fmt::Display for Program {
     }
 }
 
-/// Where the program `name` lies on the PATH.
-pub(crate) fn on_path(name: &str) -> Option<std::path::PathBuf> {
-    let path = std::env::var_os("PATH")?;
-    std::env::split_paths(&path).map(|folder| folder.join(name)).find(|file| file.is_file())
+/// Where the program `name` lies on the PATH of the programs that are run.
+pub(crate) fn on_path(name: &str) -> Option<PathBuf> {
+    std::env::split_paths(&search_path()).map(|folder| folder.join(name)).find(|file| file.is_file())
+}
+
+/// The folder of the node that `--install` brings where the machine's own is too old.
+pub(crate) fn own_node() -> PathBuf {
+    crate::target_folder().join("tools/node/node_modules/.bin")
+}
+
+/// This program's own PATH, behind the node that was brought, if one was.
+fn search_path() -> OsString {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let node = own_node();
+    if !node.join("node").is_file() {
+        return path;
+    }
+    let folders = std::iter::once(node).chain(std::env::split_paths(&path));
+    std::env::join_paths(folders).unwrap_or(path)
 }
