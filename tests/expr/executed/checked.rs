@@ -1,6 +1,10 @@
 //! Whether what a mod gave is what the language defines: the one rule for both languages.
 
-use flexattn::expr::{Column, Env, Expr, Gradient, IndexBox, Input, Point, Program, Range};
+use std::collections::HashMap;
+
+use flexattn::expr::{
+    Bound, Column, Env, Expr, Gradient, IndexBox, Input, Lane, Op, Point, Program, Range, Type,
+};
 
 use super::super::values::all_parts;
 use super::{Found, Job, World};
@@ -8,21 +12,80 @@ use super::{Found, Job, World};
 /// An expression and everything in it, for what may come of it at a point.
 struct Certain {
     program: Program,
-    parts: usize,
+    parts: Vec<Expr>,
+    /// Which part each argument of each part is.
+    args: Vec<Vec<usize>>,
+}
+
+/// What is right at a point.
+struct Right {
+    range: Range,
+    /// The one value that is right, where nothing is rounded.
+    exact: Option<f64>,
+}
+
+impl Right {
+    fn is_single(&self) -> bool {
+        self.exact.is_some() || self.range.lo == self.range.hi
+    }
+
+    fn holds(&self, x: f64) -> bool {
+        self.range.lo <= x && x <= self.range.hi && self.exact.is_none_or(|exact| exact == x)
+    }
+}
+
+/// Whether an operation gives one value, of arguments that are known to the bit.
+fn is_exact(expr: &Expr) -> bool {
+    if expr.ty() != Type::F32 {
+        return true;
+    }
+    match expr.op() {
+        Op::Add | Op::Sub | Op::Mul | Op::Div | Op::Pow | Op::Fract => false,
+        Op::Sqrt | Op::Exp | Op::Exp2 | Op::Log | Op::Log2 | Op::Sin | Op::Cos | Op::Tan => false,
+        Op::Tanh | Op::Sigmoid => false,
+        _ => true,
+    }
 }
 
 impl Certain {
     fn new(expr: &Expr) -> Self {
         let parts = all_parts(expr);
-        Self { program: Program::new(&parts), parts: parts.len() }
+        let numbers: HashMap<u128, usize> = parts.iter().map(Expr::hash).zip(0..).collect();
+        let of = |part: &Expr| part.args().iter().map(|arg| numbers[&arg.hash()]).collect();
+        let args = parts.iter().map(of).collect();
+        Self { program: Program::new(&parts), parts, args }
     }
 
     /// The values that are right at `at`; nothing where some part may be NaN. What follows from a NaN is not
     /// defined: drivers take exp2(log2(x)) for x.
-    fn at(&self, env: &Env<'_>, at: &Point<f64>) -> Option<Range> {
+    fn at(&self, env: &Env<'_>, at: &Point<f64>) -> Option<Right> {
         let mut ranges = self.program.bind_ranges(env).unwrap();
-        let first = range_of(&mut ranges, at);
-        (0..self.parts).all(|i| !ranges.output(i).nan).then_some(first)
+        let range = range_of(&mut ranges, at);
+        if (0..self.parts.len()).any(|i| ranges.output(i).nan) {
+            return None;
+        }
+        let mut reference = self.program.bind::<f32>(env).unwrap();
+        reference.point(&Point { score: at.score as f32, b: at.b, h: at.h, q: at.q, kv: at.kv });
+        let exact = self.known(0, &reference, &mut vec![None; self.parts.len()]);
+        Some(Right { range, exact: exact.then(|| reference.output(0).lane(0).to_f64()) })
+    }
+
+    /// Whether every GPU has the same bits for a part: it is made of exact operations alone, and no float in it
+    /// is a zero that was computed (whose sign is open) or denormal.
+    fn known(&self, i: usize, reference: &Bound<'_, f32>, seen: &mut [Option<bool>]) -> bool {
+        if let Some(known) = seen[i] {
+            return known;
+        }
+        let part = &self.parts[i];
+        let leaf = matches!(part.op(), Op::Const(_) | Op::Input(_) | Op::Scalar(_) | Op::Gather(_));
+        let plain = match reference.output(i).lane(0) {
+            Lane::F32(x) => x.is_normal() || (x == 0.0 && (leaf || *part.op() == Op::BitsToF32)),
+            _ => true,
+        };
+        let known =
+            plain && is_exact(part) && self.args[i].iter().all(|&arg| self.known(arg, reference, seen));
+        seen[i] = Some(known);
+        known
     }
 }
 
@@ -67,8 +130,9 @@ impl Place {
         let capture = world.captures.iter().find(|capture| capture.name() == self.name).unwrap();
         let mut element = 0;
         for (index, side) in self.indices.iter().zip(capture.shape()) {
-            let range = index.at(env, at).filter(|range| range.lo == range.hi)?;
-            element = element * side + range.lo.clamp(0.0, *side as f64 - 1.0) as usize;
+            let index = index.at(env, at).filter(Right::is_single)?;
+            let index = index.exact.unwrap_or(index.range.lo);
+            element = element * side + index.clamp(0.0, *side as f64 - 1.0) as usize;
         }
         Some((world.gradient_at(&self.name) + element) as u32)
     }
@@ -86,12 +150,13 @@ pub(super) fn check(world: &World, job: &Job, found: &[Found]) -> Result<usize, 
     let mut exact = 0;
     for (at, found) in job.points.iter().zip(found) {
         let mut number = |what: &str, expr: &Expr, certain: &Certain, value: f32| {
-            let Some(range) = certain.at(&env, at) else { return Ok(()) };
-            exact += usize::from(range.lo == range.hi);
-            if range.lo <= value.into() && f64::from(value) <= range.hi {
+            let Some(right) = certain.at(&env, at) else { return Ok(()) };
+            exact += usize::from(right.is_single());
+            if right.holds(value.into()) {
                 return Ok(());
             }
-            Err(format!("{what} {expr} is {value} in kernel text, but {range:?} at {at:?}"))
+            let Right { range, exact } = right;
+            Err(format!("{what} {expr} is {value} in kernel text, but {exact:?} {range:?} at {at:?}"))
         };
         if let Some((expr, certain)) = &score {
             number("the score mod", expr, certain, found.score)?;
@@ -109,10 +174,13 @@ pub(super) fn check(world: &World, job: &Job, found: &[Found]) -> Result<usize, 
             }
         }
         if let Some((expr, certain)) = &mask {
-            let Some(range) = certain.at(&env, at) else { continue };
-            exact += usize::from(range.always() || range.never());
-            if if found.keep { range.never() } else { range.always() } {
-                return Err(format!("{expr} is {} in kernel text, but {range:?} at {at:?}", found.keep));
+            let Some(right) = certain.at(&env, at) else { continue };
+            exact += usize::from(right.is_single());
+            if !right.holds(f64::from(u8::from(found.keep))) {
+                return Err(format!(
+                    "{expr} is {} in kernel text, but {:?} {:?} at {at:?}",
+                    found.keep, right.exact, right.range
+                ));
             }
         }
     }

@@ -2,6 +2,7 @@
 
 use std::sync::LazyLock;
 
+use flexattn::expr::Op;
 use flexattn::kernels::{Fill, Language, MSL_FILES, Params};
 use flexattn::lower::{Layout, slots};
 use flexattn_emulator::{Bound, Kernel, Memory, Options, clang, lint};
@@ -9,7 +10,8 @@ use flexattn_emulator::{Bound, Kernel, Memory, Options, clang, lint};
 use super::super::random::{KV_LEN, Q_LEN};
 use super::{Executor, Found, HEAD, Job, World};
 
-pub(super) struct Emulated;
+/// The emulator, with a mistake in what is lowered: a text and what stands there instead.
+pub(super) struct Emulated(Option<[&'static str; 2]>);
 
 /// `common.metal` stands once above all namespaces.
 static MODS: LazyLock<Vec<(&str, &str)>> = LazyLock::new(|| {
@@ -68,7 +70,7 @@ const ENTRY: &str = "kernel void executed(
 
 impl Emulated {
     pub(super) fn new() -> flexattn::Result<Self> {
-        clang().map(|_| Self)
+        clang().map(|_| Self(None))
     }
 }
 
@@ -86,13 +88,20 @@ fn functions(job: &Job, layout: &Layout) -> flexattn::Result<String> {
 }
 
 /// One kernel for all `jobs`.
-fn text(jobs: &[Job], layout: &Layout, stride: usize) -> flexattn::Result<String> {
+fn text(
+    jobs: &[Job],
+    layout: &Layout,
+    stride: usize,
+    mistake: Option<[&str; 2]>,
+) -> flexattn::Result<String> {
     let mut common = Fill::join("common.metal", MSL_FILES)?;
     common.constant("INFO", &layout.info_len().to_string())?;
     let mut text = common.finish() + PLACE;
     let mut cases = String::new();
     for (i, job) in jobs.iter().enumerate() {
-        text += &format!("namespace job_{i} {{\n{}}}\n", functions(job, layout)?);
+        let sound = functions(job, layout)?;
+        let functions = mistake.map_or(sound.clone(), |[from, to]| sound.replace(from, to));
+        text += &format!("namespace job_{i} {{\n{functions}}}\n");
         cases += &format!("    case {i}: job_{i}::evaluate(ctx, at, to); break;\n");
     }
     let entry = ENTRY.replace("POINTS", &jobs[0].points.len().to_string());
@@ -105,7 +114,7 @@ impl Executor for Emulated {
         let points = jobs[0].points.len();
         assert!(jobs.iter().all(|job| job.points.len() == points), "jobs of a batch have as many points");
         let stride = HEAD + 2 * jobs.iter().map(Job::terms).max().unwrap_or(0);
-        let text = text(jobs, &layout, stride).map_err(|error| error.to_string())?;
+        let text = text(jobs, &layout, stride, self.0).map_err(|error| error.to_string())?;
         if let Some(broken) = lint(&text).first() {
             return Err(format!("{broken}\n{text}"));
         }
@@ -149,5 +158,52 @@ impl Executor for Emulated {
 
     fn at_once(&self) -> usize {
         128
+    }
+}
+
+/// What the checks are for: an operation that is spelled wrongly does not pass.
+#[test]
+fn mistakes_in_the_spelling_of_operations_are_noticed() {
+    if let Err(error) = Emulated::new() {
+        println!("SKIPPED: {error}");
+        return;
+    }
+    let mistakes: [(Op, [&'static str; 2]); 24] = [
+        (Op::FloorDiv, ["int(rest != 0 &&", "int(rest == 0 &&"]),
+        (Op::FloorMod, ["? rest + by : rest", "? rest : rest"]),
+        (Op::Div, ["return a / ((b == 0", "return a % ((b == 0"]),
+        (Op::Div, ["b == 0u ? 1u", "b == 0u ? 2u"]),
+        (Op::Rem, ["return a % ((b == 0", "return a / ((b == 0"]),
+        (Op::Rem, ["b == 0u ? 1u", "b == 0u ? 2u"]),
+        (Op::Shl, ["(b & 31u)", "(b & 15u)"]),
+        (Op::Shr, ["& 31u", "& 15u"]),
+        (Op::Sign, ["int(a > 0) - int(a < 0)", "int(a > 0)"]),
+        (Op::Abs, ["a < 0 ? int(0u", "a < 0 ? int(1u"]),
+        (Op::WrappingNeg, ["0u - uint(a)", "1u - uint(a)"]),
+        (Op::WrappingAdd, ["uint(a) + uint(b)", "uint(a) | uint(b)"]),
+        (Op::WrappingSub, ["uint(a) - uint(b)", "uint(b) - uint(a)"]),
+        (Op::WrappingMul, ["uint(a) * uint(b)", "uint(a) * uint(a)"]),
+        (Op::ToI32, ["-2147483648.0f", "-2147483520.0f"]),
+        (Op::ToU32, ["4294967040.0f", "4294966784.0f"]),
+        (Op::Pow, ["whole && odd && x", "x"]),
+        (Op::Pow, ["whole ? size : x", "x"]),
+        (Op::Round, ["rint(", "round("]),
+        (Op::CountOneBits, ["popcount(", "clz("]),
+        (Op::Xor, [" ^ ", " | "]),
+        (Op::Not, ["~", ""]),
+        (Op::Clamp, ["min(max(", "max(min("]),
+        (Op::Tanh, ["tanh(clamp(", "(clamp("]),
+    ];
+    let (world, points) = super::edges();
+    for (op, [from, to]) in mistakes {
+        let calls = super::every_call(&world, &points).into_iter();
+        let jobs: Vec<Job> = calls.filter(|(other, _)| *other == op).map(|(_, job)| job).collect();
+        let layout = world.layout(&jobs);
+        let there = jobs.iter().any(|job| functions(job, &layout).unwrap().contains(from));
+        assert!(there, "{op:?} is not spelled with `{from}`");
+        let wrong = Emulated(Some([from, to]));
+        let found = super::agree(&wrong, &world, &jobs).and_then(|_| super::negative_powers(&wrong));
+        let message = found.expect_err(&format!("{op:?}: nobody noticed `{from}` -> `{to}`"));
+        assert!(message.contains("in kernel text"), "{op:?} with `{to}` fails in another way: {message}");
     }
 }
