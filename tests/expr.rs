@@ -1,9 +1,8 @@
-//! The expression language: typed views, values, ranges, simplification, derivatives, WGSL text.
+//! The expression language: typed views, values, ranges, simplification, derivatives, kernel text, executed.
 
 mod derivative;
 mod differences;
-#[cfg(feature = "wgpu")]
-mod gpu;
+mod executed;
 mod invalid;
 mod lower;
 pub(crate) mod ops;

@@ -332,6 +332,45 @@ fn prebuilt_mods_give_the_stored_metal_kernels() {
     }
 }
 
+/// What is stored, and not what is generated: the files that a Mac's compiler gets.
+#[test]
+fn stored_metal_kernels_are_accepted_by_clang() {
+    if let Err(error) = flexattn_emulator::clang() {
+        println!("SKIPPED: {error}");
+        return;
+    }
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/snapshots/msl");
+    let mut files: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    assert!(files.len() > 50, "{}", files.len());
+    let refused = std::thread::scope(|scope| {
+        let parts: Vec<_> = files
+            .chunks(files.len().div_ceil(std::thread::available_parallelism().map_or(2, usize::from)))
+            .map(|files| {
+                scope.spawn(move || {
+                    let check = |file: &std::path::PathBuf| {
+                        let text = std::fs::read_to_string(file).unwrap();
+                        let refused = flexattn_emulator::Kernel::check(&text).err()?;
+                        Some(format!("{}: {refused}", file.display()))
+                    };
+                    files.iter().filter_map(check).collect::<Vec<String>>()
+                })
+            })
+            .collect();
+        parts.into_iter().flat_map(|part| part.join().unwrap()).collect::<Vec<String>>()
+    });
+    assert!(refused.is_empty(), "{}", refused.join("\n"));
+    // What Metal refuses, clang refuses.
+    let alibi = include_str!("snapshots/msl/alibi.metal");
+    for (from, to) in [
+        ("device const Elem* k ", "device const uint* k "),
+        ("thread const Ctx& ctx, int b, int h, int q) {\n", "thread const Ctx& ctx, int b, int q) {\n"),
+    ] {
+        assert!(alibi.contains(from), "{from}");
+        assert!(flexattn_emulator::Kernel::check(&alibi.replace(from, to)).is_err(), "{to}");
+    }
+}
+
 #[test]
 fn metal_files_and_table_agree() {
     let on_disk: BTreeSet<String> = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/msl"))

@@ -137,7 +137,7 @@ pub(super) fn differences(f: impl Fn(f64) -> f64, x: f64) -> Option<f64> {
 #[test]
 fn derivatives_of_random_expressions_equal_central_differences() {
     let mut compared = 0;
-    let mut runner = proptest::test_runner::TestRunner::new(random::config(2500));
+    let mut runner = proptest::test_runner::TestRunner::new(random::config(3500));
     let compared_cell = std::cell::Cell::new(0);
     runner
         .run(&(random::expr(Type::F32, 5), random::point()), |(expr, at)| {

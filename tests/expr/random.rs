@@ -30,16 +30,21 @@ pub(super) fn captures() -> Vec<Capture> {
         .get_or_init(|| {
             let floats: Vec<f32> = (0..24).map(|i| (i as f32 - 11.0) * 0.375).collect();
             let halves: Vec<half::f16> = floats[..7].iter().map(|x| half::f16::from_f32(*x)).collect();
+            let halves_of_16: Vec<half::f16> =
+                (0..16u8).map(|i| half::f16::from_f32(f32::from(i) * 0.3 - 2.0)).collect();
             let brains: Vec<half::bf16> = floats[..9].iter().map(|x| half::bf16::from_f32(*x)).collect();
             let ints: Vec<i32> = (0..30).map(|i| (i * 7) % 11 - 3).collect();
             let words: Vec<u32> = (0..5).map(|i| i * 0x9e37_79b9).map(|x: u32| x >> 3).collect();
             let flags: Vec<bool> = (0..13).map(|i| i % 3 == 0).collect();
             vec![
                 Capture::bf16("brains", &brains, &[3, 3]).unwrap().into(),
+                Capture::i32("cubes", &ints[..24], &[2, 3, 2, 2]).unwrap().into(),
                 Capture::bool("flags", &flags, &[13]).unwrap().into(),
                 Capture::f32("floats", &floats, &[2, 3, 4]).unwrap().into(),
                 Capture::f16("halves", &halves, &[7]).unwrap().into(),
                 Capture::i32("ints", &ints, &[30]).unwrap().into(),
+                Capture::f32("point", &[-1.625], &[]).unwrap().into(),
+                Capture::f16("quads", &halves_of_16, &[2, 2, 2, 2]).unwrap().into(),
                 Capture::u32("words", &words, &[1, 5]).unwrap().into(),
             ]
         })
@@ -158,7 +163,7 @@ impl Tape {
             return self.leaf(ty);
         }
         match ty {
-            F32 => match self.draw(22) {
+            F32 => match self.draw(25) {
                 0 => self.leaf(ty),
                 1..7 => {
                     self.call(&[Op::Add, Op::Sub, Op::Mul, Op::Div, Op::Min, Op::Max], &[F32, F32], depth)
@@ -198,9 +203,15 @@ impl Tape {
                 18 => self.call(&[Op::ToF32], &[Bool], depth),
                 19 => self.read("halves", 1, depth),
                 20 => self.read("brains", 2, depth),
+                21 => self.read("point", 0, depth),
+                22 => self.read("quads", 4, depth),
+                23 => {
+                    let ty = self.pick(&[I32, U32]);
+                    self.call(&[Op::BitsToF32], &[ty], depth)
+                }
                 _ => self.read("floats", 3, depth),
             },
-            I32 => match self.draw(20) {
+            I32 => match self.draw(22) {
                 0 => self.leaf(ty),
                 1..8 => self.call(
                     &[
@@ -234,9 +245,11 @@ impl Tape {
                 15 => self.call(&[Op::ToI32], &[F32], depth),
                 16 => self.call(&[Op::ToI32], &[U32], depth),
                 17 => self.call(&[Op::ToI32], &[Bool], depth),
+                18 => self.call(&[Op::BitsToI32], &[F32], depth),
+                19 => self.read("cubes", 4, depth),
                 _ => self.read("ints", 1, depth),
             },
-            U32 => match self.draw(15) {
+            U32 => match self.draw(16) {
                 0 => self.leaf(ty),
                 1..7 => self.call(
                     &[
@@ -265,6 +278,7 @@ impl Tape {
                 10 => self.call(&[Op::ToU32], &[F32], depth),
                 11 | 12 => self.call(&[Op::ToU32], &[I32], depth),
                 13 => self.call(&[Op::ToU32], &[Bool], depth),
+                14 => self.call(&[Op::BitsToU32], &[F32], depth),
                 _ => self.read("words", 2, depth),
             },
             Bool => {

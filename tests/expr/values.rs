@@ -1,5 +1,7 @@
 //! Values, ranges and simplification agree.
 
+use std::collections::HashSet;
+
 use flexattn::expr::{
     CaptureData, CaptureType, DeviceHandle, Env, Expr, IndexBox, Lane, Op, Point, Program, Type, Value,
 };
@@ -20,13 +22,14 @@ pub(crate) fn simplified(expr: &Expr) -> Expr {
     if args.is_empty() { expr.clone() } else { Expr::new(expr.op().clone(), &args).unwrap() }
 }
 
-/// The expression and everything in it.
+/// The expression and everything in it, each part once.
 pub(crate) fn all_parts(expr: &Expr) -> Vec<Expr> {
     let mut parts = vec![expr.clone()];
+    let mut seen = HashSet::from([expr.hash()]);
     let mut next = 0;
     while next < parts.len() {
         let args = parts[next].args().to_vec();
-        parts.extend(args);
+        parts.extend(args.into_iter().filter(|arg| seen.insert(arg.hash())));
         next += 1;
     }
     parts

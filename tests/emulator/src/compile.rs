@@ -188,25 +188,15 @@ impl Kernel {
     fn build(text: &str, flags: &[&str], key: u128) -> Result<Self, String> {
         let entries = entries(text)?;
         let folder = cache();
-        let include = folder.join(format!("include-{:032x}", xxh3_128(HEADER.as_bytes())));
-        std::fs::create_dir_all(include.join("simd"))
-            .map_err(|error| format!("{}: {error}", include.display()))?;
+        let include = include_folder(&folder)?;
         let write = |text: &str, path: &Path| std::fs::write(path, text).map_err(|error| error.to_string());
-        produce(&include.join("metal_stdlib"), |path| write(HEADER, path))?;
-        // Kernels name the parts that they use; here all are in one.
-        for part in ["metal_simdgroup", "metal_simdgroup_matrix", "metal_atomic", "simd/simd.h"] {
-            produce(&include.join(part), |path| write("#include <metal_stdlib>\n", path))?;
-        }
-
         let object = folder.join(format!("{key:032x}.so"));
         let shared_list = folder.join(format!("{key:032x}.shared"));
         if !object.exists() || !shared_list.exists() {
             let source = folder.join(format!("{key:032x}-{}.metal", unique()));
             let ir = source.with_extension("ll");
             let code = source.with_extension("o");
-            let marked =
-                format!("#line 1 \"kernel.metal\"\n{}\n{}", count_mods(&fix_constants(text)), glue(&entries));
-            write(&marked, &source)?;
+            write(&marked(text, &entries), &source)?;
             let result = clang_run(&arguments(
                 &[&["-x", "c++"], flags, &["-S", "-emit-llvm", "-I"]],
                 &[include.as_ref(), source.as_ref(), "-o".as_ref(), ir.as_ref()],
@@ -240,6 +230,28 @@ impl Kernel {
         Ok(Self { library: Mutex::new(library), entries, text: text.to_owned(), shared })
     }
 
+    /// Whether clang accepts MSL text, with the types of its entry points' arguments; nothing is compiled.
+    ///
+    /// # Errors
+    ///
+    /// As [`Kernel::compile`].
+    pub fn check(text: &str) -> Result<()> {
+        clang()?;
+        let checked = || -> Result<(), String> {
+            let entries = entries(text)?;
+            let folder = cache();
+            let include = include_folder(&folder)?;
+            let source = folder.join(format!("check-{}.metal", unique()));
+            std::fs::write(&source, marked(text, &entries)).map_err(|error| error.to_string())?;
+            let parts: [&[&str]; 4] =
+                [&["-x", "c++", "-fsyntax-only"], KERNEL_FLAGS, machine_flags(), &["-I"]];
+            let result = clang_run(&arguments(&parts, &[include.as_ref(), source.as_ref()]));
+            let _ = std::fs::remove_file(&source);
+            result.map_err(|message| quote_lines(&message, text))
+        };
+        checked().map_err(|message| Error::compile("msl", message))
+    }
+
     /// The names of the entry points.
     pub fn entries(&self) -> impl Iterator<Item = &str> {
         self.entries.iter().map(|entry| entry.name.as_str())
@@ -258,6 +270,25 @@ impl Kernel {
     pub(crate) fn line(&self, number: u32) -> &str {
         self.text.lines().nth((number as usize).wrapping_sub(1)).unwrap_or("").trim()
     }
+}
+
+/// What clang gets of a kernel's text.
+fn marked(text: &str, entries: &[Entry]) -> String {
+    format!("#line 1 \"kernel.metal\"\n{}\n{}", count_mods(&fix_constants(text)), glue(entries))
+}
+
+/// The folder with the headers that kernels include.
+fn include_folder(folder: &Path) -> Result<PathBuf, String> {
+    let include = folder.join(format!("include-{:032x}", xxh3_128(HEADER.as_bytes())));
+    std::fs::create_dir_all(include.join("simd"))
+        .map_err(|error| format!("{}: {error}", include.display()))?;
+    let write = |text: &str, path: &Path| std::fs::write(path, text).map_err(|error| error.to_string());
+    produce(&include.join("metal_stdlib"), |path| write(HEADER, path))?;
+    // Kernels name the parts that they use; here all are in one.
+    for part in ["metal_simdgroup", "metal_simdgroup_matrix", "metal_atomic", "simd/simd.h"] {
+        produce(&include.join(part), |path| write("#include <metal_stdlib>\n", path))?;
+    }
+    Ok(include)
 }
 
 fn runtime_object(folder: &Path) -> Result<PathBuf, String> {
