@@ -30,6 +30,7 @@ use crate::error::{Error, Result};
 use crate::expr::{CaptureDecl, Expr, GatherGradient, Gradient, Input, Inputs, Op, ScalarDecl, Type, Value};
 use crate::kernels::Language;
 
+pub(crate) use layout::Home;
 pub use layout::Layout;
 use terms::Terms;
 
@@ -127,7 +128,7 @@ pub fn slots(mods: &Mods, layout: &Layout, language: Language) -> Result<Vec<(&'
         texts.push(("score_grad", target.function("score_grad", Type::F32, &body)));
     }
     if !mods.terms.is_empty() {
-        let number = |place: &GatherGradient| layout.capture(&place.capture).map(|(number, _)| number);
+        let number = |place: &GatherGradient| layout.capture(&place.capture);
         texts.push(("terms", terms.text(target, number, &kept, &mut uses)?));
     }
 
@@ -136,8 +137,7 @@ pub fn slots(mods: &Mods, layout: &Layout, language: Language) -> Result<Vec<(&'
         accessors.push_str(target.define(name));
     }
     for decl in &uses.captures {
-        let (position, large) = layout.capture(decl)?;
-        accessors.push_str(&target.accessor(decl, position, large));
+        accessors.push_str(&target.accessor(decl, layout.capture(decl)?, layout.home(decl)));
     }
     for decl in &uses.scalars {
         accessors.push_str(&target.scalar_accessor(decl, layout.scalar(decl)?));
@@ -258,7 +258,7 @@ trait Target {
     fn numbered(&self, name: &str, what: terms::Shape, bodies: &[String]) -> String;
     fn count(&self, name: &str, count: usize) -> String;
     /// `position` is the number of the capture in the layout.
-    fn accessor(&self, decl: &CaptureDecl, position: usize, large: bool) -> String;
+    fn accessor(&self, decl: &CaptureDecl, position: usize, home: Home) -> String;
     /// `word` is the number of the word of `info` that holds it.
     fn scalar_accessor(&self, decl: &ScalarDecl, word: usize) -> String;
 }

@@ -30,6 +30,7 @@ use crate::{BlockMask, lower};
 pub(crate) use columns::MOST as MOST_COLUMNS;
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use xxhash_rust::xxh3::Xxh3;
 
 pub use backward::{Backward, BackwardPlan, CapturedPlaces, Wanted, backward};
 pub(crate) use scan::scan;
@@ -191,6 +192,21 @@ pub struct Constant {
     pub key: u128,
     /// The words, in pieces that follow each other.
     pub parts: Vec<Arc<[u32]>>,
+}
+
+impl Constant {
+    fn words(&self) -> usize {
+        self.parts.iter().map(|part| part.len()).sum()
+    }
+
+    /// Both in one buffer.
+    fn followed_by(&self, other: &Self) -> Self {
+        let mut hash = Xxh3::new();
+        hash.update(&self.key.to_le_bytes());
+        hash.update(&other.key.to_le_bytes());
+        let parts = self.parts.iter().chain(&other.parts).cloned().collect();
+        Self { label: self.label, key: hash.digest128(), parts }
+    }
 }
 
 /// A buffer for values that live within one call.

@@ -6,6 +6,7 @@ use super::view::View;
 use crate::error::{Error, Result};
 use crate::expr::{Capture, CaptureData, CaptureType, Scalar, Type, Value};
 use crate::kernels::{KernelSpec, NONE, Params};
+use crate::lower::Home;
 use crate::shape::BLOCK;
 
 /// Rows of one head that a worker takes at a time: query rows or, for dk and dv, keys.
@@ -59,7 +60,7 @@ impl<'a> Launch<'a> {
         let params: Params = bytemuck::pod_read_unaligned(head);
         let info: Vec<u32> =
             info.chunks_exact(4).map(|w| u32::from_le_bytes([w[0], w[1], w[2], w[3]])).collect();
-        let (captures, scalars) = read_info(spec, &info, bindings[CAPTURES], bindings[LARGE])?;
+        let (captures, scalars) = read_info(spec, &info, &bindings)?;
         let (head_dim, v_dim) = (spec.head_dim as usize, spec.v_dim as usize);
         Ok(Self {
             spec,
@@ -169,12 +170,7 @@ impl<'a> Launch<'a> {
 }
 
 /// The captured tensors and scalars, as `info` describes them.
-fn read_info(
-    spec: &KernelSpec,
-    info: &[u32],
-    captures: &[u32],
-    large: &[u32],
-) -> Result<(Vec<Capture>, Vec<Scalar>)> {
+fn read_info(spec: &KernelSpec, info: &[u32], bindings: &[&[u32]]) -> Result<(Vec<Capture>, Vec<Scalar>)> {
     // Row statistics have a layout, but no mods that would read it.
     if spec.mods.score.is_none() && spec.mods.mask.is_none() {
         return Ok((Vec::new(), Vec::new()));
@@ -185,8 +181,11 @@ fn read_info(
     for (c, decl) in layout.captures.iter().enumerate() {
         let shape: Vec<usize> = (0..decl.rank as usize).map(|dim| word(8 * c + dim)).collect();
         let size = shape.iter().product::<usize>();
-        let in_place = layout.large.as_deref() == Some(&*decl.name);
-        let words = if in_place { large } else { captures };
+        let words = match layout.home(decl) {
+            Home::Captures => bindings[CAPTURES],
+            Home::Large => bindings[LARGE],
+            Home::Tables => bindings[TABLES],
+        };
         // Counted in elements from here on.
         let at = word(8 * c + 4) * 4 / decl.dtype.bytes() + word(8 * c + 5);
         let range = at..at + size;

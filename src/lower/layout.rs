@@ -8,7 +8,8 @@ use crate::expr::{Capture, CaptureData, CaptureDecl, Expr, Scalar, ScalarDecl};
 ///
 /// `info` (vec4 of u32, after the parameters) holds for capture c its dimensions at `2 c` and its word offset and
 /// element offset at `2 c + 1`; then the scalars, four to a vec4, as bits. All captures lie one after the other
-/// in the buffer `captures`, but one may be bound in place as `large`.
+/// in the buffer `captures`, but one may be bound in place as `large`. A kernel that has no binding `large`, as
+/// those of gradients, is [`Layout::crowded`].
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct Layout {
     /// The captured tensors, by name.
@@ -17,6 +18,16 @@ pub struct Layout {
     pub scalars: Vec<ScalarDecl>,
     /// The capture that is bound in place.
     pub large: Option<String>,
+    /// The capture in place takes the binding `captures`, and the others follow what is in `tables`.
+    pub crowded: bool,
+}
+
+/// The binding that a captured tensor lies in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Home {
+    Captures,
+    Large,
+    Tables,
 }
 
 impl Layout {
@@ -154,10 +165,10 @@ impl Layout {
         Ok(info)
     }
 
-    /// The number of a capture, and whether it is the one in place.
-    pub(super) fn capture(&self, decl: &CaptureDecl) -> Result<(usize, bool)> {
+    /// The number of a capture.
+    pub(super) fn capture(&self, decl: &CaptureDecl) -> Result<usize> {
         match self.captures.iter().position(|d| d == decl) {
-            Some(i) => Ok((i, self.is_large(decl))),
+            Some(i) => Ok(i),
             None => Err(Error::capture(&*decl.name, "it is read but missing in the kernel's layout")),
         }
     }
@@ -174,6 +185,15 @@ impl Layout {
     pub(super) fn covers(&self, expr: &Expr) -> Result<()> {
         expr.captures().iter().try_for_each(|decl| self.capture(decl).map(drop))?;
         expr.scalars().iter().try_for_each(|decl| self.scalar(decl).map(drop))
+    }
+
+    /// The binding that a capture lies in.
+    pub(crate) fn home(&self, decl: &CaptureDecl) -> Home {
+        match (self.is_large(decl), self.crowded) {
+            (true, false) => Home::Large,
+            (false, true) => Home::Tables,
+            (false, false) | (true, true) => Home::Captures,
+        }
     }
 
     fn is_large(&self, decl: &CaptureDecl) -> bool {

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 
 use super::terms::Shape;
 use super::wgsl::{ordered, plain_power};
-use super::{ADD, AND, ATOM, COMPARE, Call, MUL, OR, SHIFT, Target, Text, UNARY, XOR};
+use super::{ADD, AND, ATOM, COMPARE, Call, Home, MUL, OR, SHIFT, Target, Text, UNARY, XOR};
 use crate::expr::{CaptureDecl, CaptureType, Input, Op, ScalarDecl, Type, Value};
 
 pub(super) struct Msl;
@@ -260,7 +260,7 @@ impl Target for Msl {
         format!("#define {name} {count}u\n")
     }
 
-    fn accessor(&self, decl: &CaptureDecl, position: usize, large: bool) -> String {
+    fn accessor(&self, decl: &CaptureDecl, position: usize, home: Home) -> String {
         let name = &decl.name;
         let rank = usize::from(decl.rank);
         let parameters: String = (0..rank).map(|i| format!(", int i{i}")).collect();
@@ -274,7 +274,11 @@ impl Target for Msl {
         if rank == 0 {
             at = "0u".into();
         }
-        let buffer = if large { "ctx.large" } else { "ctx.captures" };
+        let buffer = match home {
+            Home::Captures => "ctx.captures",
+            Home::Large => "ctx.large",
+            Home::Tables => "ctx.tables",
+        };
         let word = |at: &str| format!("{buffer}[ctx.p.info[{offset}].x + {at}]");
         let value = match decl.dtype {
             CaptureType::F32 => format!("as_type<float>({})", word("at")),

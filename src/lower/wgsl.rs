@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::terms::Shape;
-use super::{ADD, AND, ATOM, COMPARE, Call, MUL, OR, SHIFT, Target, Text, UNARY, XOR};
+use super::{ADD, AND, ATOM, COMPARE, Call, Home, MUL, OR, SHIFT, Target, Text, UNARY, XOR};
 use crate::expr::{CaptureDecl, CaptureType, Input, Op, ScalarDecl, Type, Value};
 
 pub(super) struct Wgsl;
@@ -215,7 +215,7 @@ impl Target for Wgsl {
         format!("const {name}: u32 = {count}u;\n")
     }
 
-    fn accessor(&self, decl: &CaptureDecl, position: usize, large: bool) -> String {
+    fn accessor(&self, decl: &CaptureDecl, position: usize, home: Home) -> String {
         let name = &decl.name;
         let rank = usize::from(decl.rank);
         let parameters: Vec<String> = (0..rank).map(|i| format!("i{i}: i32")).collect();
@@ -229,7 +229,11 @@ impl Target for Wgsl {
         if rank == 0 {
             at = "0u".into();
         }
-        let buffer = if large { "large" } else { "captures" };
+        let buffer = match home {
+            Home::Captures => "captures",
+            Home::Large => "large",
+            Home::Tables => "tables",
+        };
         let word = |at: &str| format!("{buffer}[p.info[{offset}].x + {at}]");
         let (lines, value) = match decl.dtype {
             CaptureType::F32 => (String::new(), format!("bitcast<f32>({})", word("at"))),

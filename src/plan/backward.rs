@@ -7,7 +7,7 @@ use super::{Cache, Constant, Forward, Operand, Pass, Plan, Slot, Source, SpecKey
 use crate::error::{Error, Result};
 use crate::expr::ScoreMod;
 use crate::kernels::{F16, Kernel, KernelSpec, NONE, Params, Tile};
-use crate::lower;
+use crate::lower::{self, Home};
 use crate::runtime::{Profile, Tier};
 use crate::shape::{DType, Layout};
 use std::collections::HashMap;
@@ -92,7 +92,7 @@ pub struct BackwardPlan {
 /// # Errors
 ///
 /// As [`super::forward`]; [`Error::Capture`] for the gradient of a tensor that the score_mod does not
-/// read as floats, [`Error::Unsupported`] when captured tensors live in host memory and on the device.
+/// read as floats.
 pub fn backward(back: &Backward<'_>, profile: &Profile, cache: &Cache) -> Result<BackwardPlan> {
     back.check()?;
     let call = &back.call;
@@ -101,21 +101,23 @@ pub fn backward(back: &Backward<'_>, profile: &Profile, cache: &Cache) -> Result
     let wanted = &back.wanted;
     let mods = captures::Mods::new(call.mask, call.score)?;
     let packed = super::lock(&cache.captures).pack(&mods)?;
-    let captured_source = match (&packed.large, &packed.constant) {
-        (Some(large), Some(_)) => {
-            return Err(Error::unsupported(format!(
-                "captured tensor `{large}` lives on the device and others in host memory, but a backward call binds one buffer of them; keep all in host memory"
-            )));
-        }
-        // The gradient takes the binding of the tensor in place; it moves to that of the packed ones.
-        (Some(large), None) => Source::Capture(large.clone()),
-        (None, Some(_)) => Source::Constant(1),
-        (None, None) => Source::Unread,
+    // The gradient takes the binding of the tensor in place, which moves to that of the packed ones, and those
+    // follow the tables.
+    let (captured_source, beside) = match (&packed.large, &packed.constant) {
+        (Some(large), beside) => (Source::Capture(large.clone()), beside.as_ref()),
+        (None, Some(_)) => (Source::Constant(1), None),
+        (None, None) => (Source::Unread, None),
+    };
+    let layout = lower::Layout {
+        large: mods.layout.large.clone().filter(|_| beside.is_some()),
+        crowded: beside.is_some(),
+        ..mods.layout.clone()
     };
     let lists = lists::of(call, cache)?;
     let (tables, places) = lists.with_tail(call, shape);
+    let tables = beside.map_or(tables.clone(), |beside| tables.followed_by(beside));
     let mut constants = vec![tables];
-    constants.extend(packed.constant.clone());
+    constants.extend(packed.constant.clone().filter(|_| beside.is_none()));
 
     let places_of = |name: &String| -> Result<(String, Vec<usize>)> {
         let reads = call.score.map_or(&[][..], ScoreMod::captures);
@@ -185,7 +187,8 @@ pub fn backward(back: &Backward<'_>, profile: &Profile, cache: &Cache) -> Result
         bindings,
         cache,
         lists: &lists,
-        mods: &mods,
+        layout,
+        beside,
         base,
         info,
         captured: Slot::whole(captured_source),
@@ -258,8 +261,7 @@ pub fn backward(back: &Backward<'_>, profile: &Profile, cache: &Cache) -> Result
     }
     fit("the gradients of captured tensors", 4 * captured.elements as u64, profile)?;
     for constant in &constants {
-        let words: usize = constant.parts.iter().map(|part| part.len()).sum();
-        fit(constant.label, 4 * words as u64, profile)?;
+        fit(constant.label, 4 * constant.words() as u64, profile)?;
     }
     Ok(BackwardPlan {
         plan: Plan { passes, constants, scratch: Vec::new(), stats },
@@ -347,8 +349,11 @@ struct Passes<'a> {
     bindings: Bindings<'a>,
     cache: &'a Cache,
     lists: &'a Lists,
-    mods: &'a captures::Mods<'a>,
+    layout: lower::Layout,
+    /// Captured tensors that follow the tables.
+    beside: Option<&'a Constant>,
     base: Params,
+    /// Where captured tensors and scalars are, counted from the first word after the tables for those there.
     info: Vec<[u32; 4]>,
     captured: Slot,
     constants: Vec<Constant>,
@@ -453,8 +458,20 @@ impl Passes<'_> {
         let common =
             [Slot::whole(Source::Stats), Slot::whole(Source::Constant(tables)), self.captured.clone()];
         let slots = piece.bound.inputs.into_iter().chain(common).chain([piece.bound.target]).collect();
-        self.passes.push(Pass::new(spec, slots, params, &self.info, grid, piece.work));
+        let info = self.info_after(self.constants[tables].words() - self.beside.map_or(0, Constant::words));
+        self.passes.push(Pass::new(spec, slots, params, &info, grid, piece.work));
         Ok(())
+    }
+
+    /// Where captured tensors and scalars are, with tables of so many words.
+    fn info_after(&self, tables: usize) -> Vec<[u32; 4]> {
+        let mut info = self.info.clone();
+        for (number, decl) in self.layout.captures.iter().enumerate() {
+            if self.layout.home(decl) == Home::Tables {
+                info[2 * number + 1][0] += tables as u32;
+            }
+        }
+        info
     }
 
     /// The tables of a part of what a kernel goes through, and the parameters that go with them.
@@ -467,7 +484,7 @@ impl Passes<'_> {
         let call = &self.bindings.back.call;
         let within = self.lists.within(&part, transposed, &call.shape);
         let (constant, places) = within.with_tail(call, &call.shape);
-        self.constants.push(constant);
+        self.constants.push(self.beside.map_or(constant.clone(), |beside| constant.followed_by(beside)));
         let params = Params {
             mask_batch: within.mask_batch,
             mask_heads: within.mask_heads,
@@ -509,12 +526,10 @@ impl Passes<'_> {
             pooled: false,
             score: mods.score.as_ref().map(crate::expr::Expr::hash),
             mask: mods.mask.as_ref().map(crate::expr::Expr::hash),
-            large: None,
+            large: self.layout.large.clone(),
             terms: terms.to_vec(),
             dkv,
         };
-        // The capture that lives on the device takes the binding of the packed ones.
-        let layout = lower::Layout { large: None, ..self.mods.layout.clone() };
         Ok(self.cache.spec_or(key, || {
             let spec = KernelSpec {
                 kernel,
@@ -528,7 +543,7 @@ impl Passes<'_> {
                 pooled: false,
                 dkv,
                 mods,
-                layout,
+                layout: self.layout.clone(),
             };
             match metal {
                 Some(loader) => spec.on_metal(loader),

@@ -11,7 +11,7 @@ use flexattn_testing::problem::{Inputs, Sizes};
 use super::bits;
 
 /// What a call is made of.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Case {
     pub(super) inputs: Inputs,
     pub(super) mask: Option<MaskMod>,

@@ -344,27 +344,6 @@ fn very_wide_heads_have_gradients_and_still_wider_ones_are_refused_by_name() {
 }
 
 #[test]
-fn a_capture_on_the_device_beside_one_in_host_memory_is_refused_by_name() {
-    let host = Capture::f32("slope", &[0.5, 0.25], &[2]).unwrap();
-    let bias = Capture::f32("bias", &[0.0; 24], &[24]).unwrap();
-    let case = Case {
-        score: Some(ScoreMod::new(|s| s.score() * host.at([s.head()]) + bias.at([s.kv()]))),
-        ..Case::new(sizes([1, 2, 2], [20, 24], [8, 8]))
-    };
-    for gpu in tiers() {
-        let tensor = gpu.zeros(DType::F32, [1, 1, 1, 24]).unwrap();
-        let Some(buffer) = tensor.buffer().wgpu() else { continue };
-        let resident = gpu.capture("bias", CaptureType::F32, buffer, 0, &[24]).unwrap();
-        let attention = case.attention().with_capture(resident).unwrap();
-        let [q, k, v, dout] = case.tensors(&gpu);
-        let output = attention.forward(&gpu, &q, &k, &v).unwrap();
-        let saved = Saved::new(&q, &k, &v, &output).unwrap();
-        let refused = attention.backward(&gpu, &saved, &dout, None, &Wanted::qkv()).unwrap_err();
-        assert!(refused.is_unsupported() && refused.to_string().contains("`bias`"), "{refused}");
-    }
-}
-
-#[test]
 fn tensors_of_different_calls_and_types_are_refused() {
     let gpu = Gpu::builder().tier(Tier::Cpu).build().unwrap();
     let tensor = |len: usize, dtype| upload(&gpu, &vec![1.0; len * 4], [1, 1, len, 4], dtype);
@@ -506,6 +485,50 @@ fn a_captured_tensor_on_the_device_has_the_gradient_of_one_in_host_memory() {
         let read = |found: &flexattn::Gradients| found.capture("bias").unwrap().read().unwrap();
         assert_eq!(read(&found), read(&expected), "{}", gpu.tier());
         assert_eq!(found.dq.unwrap().read().unwrap(), expected.dq.unwrap().read().unwrap());
+    }
+}
+
+#[test]
+fn a_captured_tensor_on_the_device_may_stand_beside_others_in_host_memory() {
+    let bias: Vec<f32> = (0..310).map(|i| (i as f32 * 0.7).sin()).collect();
+    let keep: Vec<bool> = (0..310).map(|i| i % 5 != 2).collect();
+    let keep = Capture::bool("keep", &keep, &[310]).unwrap();
+    let slope = Capture::f16("slope", &[0.5, 0.25].map(half::f16::from_f32), &[2]).unwrap();
+    let host = Capture::f32("bias", &bias, &[310]).unwrap();
+    let case = Case {
+        mask: Some(masks::sliding_window(250) & MaskMod::new(|i| keep.at([i.kv()]))),
+        score: Some(ScoreMod::new(|s| s.score() * slope.at([s.head()]) + host.at([s.kv()]))),
+        sinks: vec![0.5, -1.0],
+        ..Case::new(sizes([1, 2, 1], [300, 310], [16, 16]))
+    };
+    let wanted = Wanted::qkv().sinks().capture("bias").capture("slope");
+    let full = std::env::var_os("FLEXATTN_FULL").is_some();
+    for gpu in tiers() {
+        let tensor = upload(&gpu, &bias, [1, 1, 1, 310], DType::F32);
+        let Some(buffer) = tensor.buffer().wgpu() else { continue };
+        let resident = gpu.capture("bias", CaptureType::F32, buffer, 0, &[310]).unwrap();
+        let score = case.score.as_ref().map(|score| score.with_capture(resident).unwrap());
+        let beside = Case { score, ..case.clone() };
+        // Whole, or with tensors of several bindings, so that parts have tables of their own.
+        let limits = match (full, gpu.tier()) {
+            (true, _) => &[1 << 27, 18 << 10][..],
+            (false, Tier::Portable) => &[1 << 27],
+            (false, _) => &[18 << 10],
+        };
+        for &limit in limits {
+            let mut on = Watched::over(gpu.clone());
+            let mut profile = (*on.profile).clone();
+            profile.limits.storage_binding = limit;
+            on.profile = Rc::new(profile);
+            let [expected, found] = [&case, &beside].map(|case| {
+                let found = case.run(&on, &wanted).unwrap();
+                let captured = wanted.captures.iter().map(|name| found.capture(name).unwrap().clone());
+                let tensors = [found.dq.clone(), found.dk.clone(), found.dv.clone(), found.dsinks.clone()];
+                let all = tensors.map(Option::unwrap).into_iter().chain(captured);
+                all.map(|tensor| tensor.read().unwrap()).collect::<Vec<_>>()
+            });
+            assert_eq!(found, expected, "{} with bindings of {limit} bytes", gpu.tier());
+        }
     }
 }
 
