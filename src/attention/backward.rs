@@ -105,7 +105,7 @@ impl Attention {
     /// - [`Error::Shape`] and [`Error::DType`] when out, lse, dout or dlse do not fit q, k and v;
     /// - [`Error::Capture`] for the gradient of a tensor that the score_mod does not read, does not read as
     ///   floats, or reads at an index that depends on the score, and for that of sinks where there are none;
-    /// - [`Error::Unsupported`] when head_dim is above 1792;
+    /// - [`Error::Unsupported`] when head_dim is above 1792 or v_dim above 1024;
     /// - [`Error::Limit`] when the row statistics, the gradients of captured tensors or the captured tensors
     ///   themselves do not fit one binding; [`Error::Overflow`] when there are too many to count in 32 bits.
     ///
