@@ -571,12 +571,8 @@ where
         CaptureData::Device(handle) => handle.get::<Resident>(),
         _ => None,
     });
-    resident.and_then(|resident| resident.buffer.get::<R::Buffer>()).cloned().ok_or_else(|| {
-        Error::capture(
-            name,
-            "its values live on another kind of device; upload them to the one that runs the call",
-        )
-    })
+    let buffer = resident.and_then(|resident| resident.buffer.get::<R::Buffer>()).cloned();
+    buffer.ok_or_else(|| Error::capture(name, plan::ELSEWHERE))
 }
 
 #[cfg(feature = "wgpu")]

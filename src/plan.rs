@@ -27,6 +27,7 @@ use crate::kernels::{F16, Kernel, KernelSpec, Loader, NONE, Params, Tile};
 use crate::runtime::{Binding, Dispatch, Profile, Runtime, Tier, Usage};
 use crate::shape::{AttentionShape, DType, Layout};
 use crate::{BlockMask, lower};
+pub(crate) use captures::ELSEWHERE;
 pub(crate) use columns::MOST as MOST_COLUMNS;
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -733,7 +734,7 @@ impl Plan {
                     },
                     Source::Constant(at) => constants[*at].clone(),
                     Source::Scratch(at) => scratch[*at].clone(),
-                    Source::Capture(name) => capture(name)?,
+                    Source::Capture(name) => captures::bindable(name, capture(name)?, runtime)?,
                     Source::Unread => runtime.constant(0, "unread", || vec![0; 16])?,
                     Source::Unwritten => runtime.scratch("unwritten", 16)?,
                 };

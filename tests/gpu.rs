@@ -247,7 +247,8 @@ fn a_hundred_thousand_decode_steps_keep_the_caches_small() {
     let q = Tensor::zeros(&gpu, DType::F32, [1, 1, 1, 4]).unwrap();
     let kv = Tensor::zeros(&gpu, DType::F32, [1, 1, STEPS, 4]).unwrap();
     let out = Tensor::zeros(&gpu, DType::F32, [1, 1, 1, 4]).unwrap();
-    let attention = Attention::new().with_lse(false).mask_mod(causal() & MaskMod::new(|i| (i.q() - i.kv()).lt(64)));
+    let attention =
+        Attention::new().with_lse(false).mask_mod(causal() & MaskMod::new(|i| (i.q() - i.kv()).lt(64)));
     for step in 0..STEPS {
         let step_attention = attention.clone().q_offset(step as i32).kv_len(step as u32 + 1);
         step_attention.forward_into(&gpu, &q, &kv, &kv, &out).unwrap();

@@ -2,7 +2,7 @@
 
 use super::captured_buffer;
 use crate::block_mask::{BlockMask, BlockShape, OpenMask};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::expr::{Capture, CaptureData, CaptureType, MaskMod};
 use crate::plan;
 use crate::runtime::{Resident, Runtime, Tier, Usage};
@@ -20,10 +20,11 @@ impl BlockMask {
     ///
     /// # Errors
     ///
-    /// As [`BlockMask::build`]; [`Error::Capture`] for a second captured tensor on the device,
-    /// and for one of another kind of device; [`Error::Buffer`] for one of another device of the
-    /// kind; [`Error::Overflow`] and [`Error::Limit`] for more blocks than u32 counts, or one buffer holds the maps of, and
-    /// [`Error::Limit`] for a captured tensor whose buffer is longer than a binding; those of [`Runtime::create`], [`Runtime::run`] and
+    /// As [`BlockMask::build`]; [`Error::Capture`](crate::Error::Capture) for a second captured tensor on the
+    /// device, and for one of another kind of device; [`Error::Buffer`](crate::Error::Buffer) for one of another
+    /// device of the kind; [`Error::Overflow`](crate::Error::Overflow) for more blocks than u32 counts;
+    /// [`Error::Limit`](crate::Error::Limit) for more than one buffer holds the maps of, and for a captured tensor
+    /// whose buffer is longer than a binding; those of [`Runtime::create`], [`Runtime::run`] and
     /// [`Runtime::read`].
     ///
     /// ```
@@ -79,16 +80,7 @@ impl BlockMask {
             return Self::build(mask_mod, shape);
         }
         for capture in on_device {
-            let size = runtime.size(&captured_buffer::<R>([capture], capture.name())?);
-            if size > profile.limits.storage_binding {
-                return Err(Error::Limit {
-                    what: format!("the buffer of capture `{}`", capture.name()),
-                    limit: "maxStorageBufferBindingSize",
-                    needed: size,
-                    available: profile.limits.storage_binding,
-                    remedy: "give the tensor a smaller buffer, or the device the larger limit".into(),
-                });
-            }
+            captured_buffer::<R>([capture], capture.name())?;
         }
         if profile.tier == Tier::Cpu {
             let host = on_host(runtime, mask_mod).await?;

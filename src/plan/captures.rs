@@ -4,9 +4,13 @@ use super::Constant;
 use crate::error::{Error, Result};
 use crate::expr::{Capture, CaptureData, MaskMod, Scalar, ScoreMod};
 use crate::lower::Layout;
-use crate::runtime::Resident;
+use crate::runtime::{Resident, Runtime};
 use std::sync::Arc;
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
+
+/// Why a captured tensor cannot be bound.
+pub(crate) const ELSEWHERE: &str =
+    "its values live on another kind of device; upload them to the one that runs the call";
 
 /// What the mods of a call read.
 pub(super) struct Mods<'a> {
@@ -51,7 +55,13 @@ impl<'a> Mods<'a> {
                 }
             }
         }
-        let mut on_device = captures.iter().filter(|capture| resident(capture).is_some());
+        let is_on_device = |capture: &&&Capture| matches!(capture.data(), CaptureData::Device(_));
+        if let Some(nobodys) =
+            captures.iter().filter(is_on_device).find(|capture| resident(capture).is_none())
+        {
+            return Err(Error::capture(nobodys.name(), ELSEWHERE));
+        }
+        let mut on_device = captures.iter().filter(is_on_device);
         let large: Option<Arc<str>> = on_device.next().map(|capture| capture.name().into());
         if let Some(second) = on_device.next() {
             return Err(Error::capture(
@@ -78,6 +88,21 @@ pub(super) fn resident(capture: &Capture) -> Option<&Resident> {
         CaptureData::Device(handle) => handle.get::<Resident>(),
         _ => None,
     }
+}
+
+/// The buffer of a captured tensor on the device, which a kernel binds as a whole.
+pub(super) fn bindable<R: Runtime>(name: &str, buffer: R::Buffer, runtime: &R) -> Result<R::Buffer> {
+    let (needed, available) = (runtime.size(&buffer), runtime.profile().limits.storage_binding);
+    if needed <= available {
+        return Ok(buffer);
+    }
+    Err(Error::Limit {
+        what: format!("the buffer of capture `{name}`"),
+        limit: "maxStorageBufferBindingSize",
+        needed,
+        available,
+        remedy: "give the tensor a smaller buffer, or the device the larger limit".into(),
+    })
 }
 
 /// Host captures as the words of a buffer.

@@ -3,8 +3,8 @@
 use flexattn::expr::{Bool, CaptureData, CaptureType, Captured, DeviceHandle, F32, I32, U32};
 use flexattn::reference::{self, Problem};
 use flexattn::{
-    Attention, AttentionShape, BlockMask, BlockShape, Capture, Cpu, Error, Gpu, Layout, MaskMod, Resident,
-    Result, Runtime, Saved, Scalar, Tensor, Tier, Usage, Wanted, masks, wgpu,
+    Attention, AttentionShape, BlockMask, BlockShape, Capture, Cpu, DType, Error, Gpu, Layout, MaskMod,
+    Resident, Result, Runtime, Saved, Scalar, Tensor, Tier, Usage, Wanted, masks, wgpu,
 };
 use flexattn_testing::problem::{Inputs, Numbers, Sizes};
 
@@ -312,6 +312,12 @@ fn many_blocks_are_looked_into_window_by_window() -> Result<()> {
     let error = BlockMask::build_on(&gpu, &moved(&gpu, &mask, "long", 0), shape).unwrap_err();
     assert!(matches!(error, Error::Limit { needed: 16384, available: 4096, .. }), "{error}");
 
+    // As a call that reads it is.
+    let x = gpu.zeros(DType::F32, [1, 1, 8, 4])?;
+    let call = Attention::new().mask_mod(moved(&gpu, &mask, "long", 0));
+    let error = call.forward(&gpu, &x, &x, &x).unwrap_err();
+    assert!(matches!(error, Error::Limit { needed: 16384, available: 4096, .. }), "{error}");
+
     let more = BlockShape::new(9, 1, 4096, 8192);
     let mask = MaskMod::new(|i| keep.at([i.q() + i.batch()]));
     let error = BlockMask::build_on(&gpu, &moved(&gpu, &mask, "keep", 0), more).unwrap_err();
@@ -338,12 +344,15 @@ fn captures_that_a_device_cannot_bind_are_refused() -> Result<()> {
         );
 
         for mask in [&nobody, &moved(&Cpu::new(), &mask, "doc", 0)] {
-            let error = refused(mask);
-            let said = error.to_string();
-            assert!(
-                matches!(error, Error::Capture { .. }) && said.contains("another kind of device"),
-                "{said}"
-            );
+            let x = gpu.zeros(DType::F32, [1, 1, 300, 4])?;
+            let called = Attention::new().mask_mod(mask.clone()).forward(&gpu, &x, &x, &x).unwrap_err();
+            for error in [refused(mask), called] {
+                let said = error.to_string();
+                assert!(
+                    matches!(error, Error::Capture { .. }) && said.contains("another kind of device"),
+                    "{said}"
+                );
+            }
         }
         for other in [&cpu, &small().unwrap()] {
             let error = refused(&moved(other, &mask, "doc", 0));
