@@ -39,12 +39,26 @@ fn is_exact(expr: &Expr) -> bool {
     if expr.ty() != Type::F32 {
         return true;
     }
-    match expr.op() {
-        Op::Add | Op::Sub | Op::Mul | Op::Div | Op::Pow | Op::Fract => false,
-        Op::Sqrt | Op::Exp | Op::Exp2 | Op::Log | Op::Log2 | Op::Sin | Op::Cos | Op::Tan => false,
-        Op::Tanh | Op::Sigmoid => false,
-        _ => true,
-    }
+    let rounds = matches!(
+        expr.op(),
+        Op::Add
+            | Op::Sub
+            | Op::Mul
+            | Op::Div
+            | Op::Pow
+            | Op::Fract
+            | Op::Sqrt
+            | Op::Exp
+            | Op::Exp2
+            | Op::Log
+            | Op::Log2
+            | Op::Sin
+            | Op::Cos
+            | Op::Tan
+            | Op::Tanh
+            | Op::Sigmoid
+    );
+    !rounds
 }
 
 impl Certain {
