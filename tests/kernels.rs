@@ -275,7 +275,7 @@ fn prebuilt_kernels() -> Vec<(&'static str, KernelSpec)> {
 }
 
 /// Compares a generated file with the stored one, or with UPDATE_SNAPSHOTS=1 stores it.
-fn snapshot(path: &str, text: &str) {
+pub(crate) fn snapshot(path: &str, text: &str) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/snapshots").join(path);
     if std::env::var_os("UPDATE_SNAPSHOTS").is_some_and(|value| value == "1") {
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();

@@ -767,7 +767,10 @@ export class BlockMask {
     return this.#with(this, this.raw.not());
   }
 
-  /** The blocks as pixels, one per 32 by 32 tile where that fits 1024: `new ImageData(data, width, height)` puts them on a canvas. */
+  /**
+   * The blocks as pixels, one per tile of a 4 by 4 part of a block, or at most 1024 each way: `new ImageData(data, width, height)`
+   * puts them on a canvas. Batch entries stand below, heads beside each other, up to 16 of each, a pixel apart.
+   */
   picture(): { readonly width: number; readonly height: number; readonly data: Uint8ClampedArray<ArrayBuffer> } {
     return this.raw.picture();
   }
@@ -777,7 +780,7 @@ export class BlockMask {
     return this.raw.toBytes();
   }
 
-  /** The blocks as text, one character each. */
+  /** For a console: a line of sizes, then a character per block (`█` full, `▒` partial, `·` empty), or fewer where they are many. */
   toString(): string {
     return this.raw.toText();
   }
@@ -976,19 +979,33 @@ export interface Reference {
   readonly max: Float64Array;
 }
 
-/** Plain attention in one call: an optional bias that is added to the scores, `[1 or B, 1 or H, L, S]`. */
+/** Options of {@link sdpa}. */
+export interface SdpaOptions {
+  /** Which pairs are kept: all, unless given. A text reads no captures here; `{ name: "dense", keep, shape }` is a mask as a tensor. */
+  readonly mask?: MaskMod | undefined;
+  /** Whether query `q` sees keys 0 to `q` only, of those that `mask` keeps. */
+  readonly causal?: boolean | undefined;
+  /** Added to the scores, after the scale: floats of shape `[1 or B, 1 or H, L, S]`. */
+  readonly bias?: Capture | undefined;
+  /** Factor of the dot products: 1 / sqrt(headDim) unless given. */
+  readonly scale?: number | undefined;
+}
+
+/** Plain attention in one call. Where it is called again and again, an {@link Attention} keeps its kernels. */
 export async function sdpa<D extends HostData | GPUBuffer>(
   gpu: Gpu,
   q: Tensor<D>,
   k: Tensor,
   v: Tensor,
-  options: { readonly causal?: boolean; readonly bias?: Capture; readonly scale?: number } = {},
+  options: SdpaOptions = {},
 ): Promise<OutputTensor<DataIn<HomeOf<D>, D>>> {
-  known(options, "sdpa", ["causal", "bias", "scale"]);
-  const { causal = false, bias, scale } = options;
+  known(options, "sdpa", ["mask", "causal", "bias", "scale"]);
+  const { mask, causal = false, bias, scale } = options;
+  const [first, second] = [mask, ...(causal ? ["q >= kv"] : [])].filter((one) => one !== undefined);
+  if (bias !== undefined && Array.isArray(q?.shape) && Array.isArray(k?.shape)) fitsBias(bias, q, k);
   const attention = new Attention(gpu, {
     scale,
-    ...(causal ? { maskMod: { name: "causal" } } : {}),
+    maskMod: first === undefined || second === undefined ? first : { all: [first, second] },
     // An index past a dimension of 1 is clamped to it, which is what broadcasting means.
     ...(bias === undefined ? {} : { scoreMod: "score + bias(b, h, q, kv)", captures: { bias } }),
   });
@@ -998,6 +1015,17 @@ export async function sdpa<D extends HostData | GPUBuffer>(
   } finally {
     attention.free();
   }
+}
+
+/** Refuses a bias of another shape: its indices would be clamped, without a word. */
+function fitsBias(bias: Capture, q: Tensor, k: Tensor): void {
+  const shape = isObject(bias) ? bias.shape : undefined;
+  const [batch, heads, qLen] = q.shape;
+  const sizes = [batch, heads, qLen, k.shape[2]];
+  const fits = Array.isArray(shape) && shape.length === 4 && shape.every((size, axis) => size === sizes[axis] || (axis < 2 && size === 1));
+  if (fits) return;
+  const found = Array.isArray(shape) ? `bias.shape is [${shape.join(", ")}]` : `bias.shape is ${what(shape)}`;
+  throw new FlexattnError(`${found} but must be [1 or ${batch}, 1 or ${heads}, ${sizes[2]}, ${sizes[3]}]: batch, heads, queries, keys`, "capture");
 }
 
 // ---------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import { readdirSync } from "node:fs";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
 import { browser, open, serve } from "./browser.mjs";
-import { goldens, install, web } from "./packed.mjs";
+import { budgets, goldens, install, web } from "./packed.mjs";
 
 const FULL = process.env.FLEXATTN_FULL === "1";
 /** One golden of each kind: SwiftShader takes seconds to compile a kernel, and the others add no path through the page's runtime. */
@@ -25,7 +25,7 @@ before(() => {
   execFileSync("node", [join(web, "node_modules/vite/bin/vite.js"), "build", folder, "--logLevel", "error"], { stdio: "inherit" });
 });
 before(async () => {
-  server = await serve({ "": join(folder, "dist"), goldens });
+  server = await serve({ "": join(folder, "dist"), goldens, budgets });
 });
 after(() => server?.close());
 

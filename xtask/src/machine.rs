@@ -42,7 +42,9 @@ impl Need {
                 rustup_has("wasm32-unknown-unknown") || (debian_std() && on_path("wasm-ld-19").is_some())
             }
             DarwinStd => cfg!(target_os = "macos") || rustup_has("aarch64-apple-darwin") || debian_std(),
-            Node => on_path("npm").is_some() && node_version().is_some_and(|version| is_recent_node(&version)),
+            Node => {
+                on_path("npm").is_some() && node_version().is_some_and(|version| is_recent_node(&version))
+            }
             Chromium => on_path("chromium").is_some(),
             Mesa26 => Driver::Mesa26.is_here(),
             Mesa25 => Driver::Mesa25.is_here(),
