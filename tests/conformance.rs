@@ -7,8 +7,8 @@ use std::any::Any;
 
 use flexattn::reference::{self, Problem};
 use flexattn::{AttentionShape, Capture, Cpu, DType, Layout, MaskMod, Runtime};
-use flexattn_testing::{Budget, Golden};
 use flexattn_testing::conformance::{self, Verdict};
+use flexattn_testing::{Budget, Golden};
 
 fn goldens() -> Vec<Golden> {
     let files = Golden::files(Golden::directory()).unwrap();

@@ -43,7 +43,7 @@ export type Shape = readonly [batch: number, heads: number, length: number, head
  * A tensor, row-major unless `strides` says otherwise.
  *
  * A `GPUBuffer` must belong to the device of the {@link Gpu} and have `STORAGE` usage. It is read in
- * place, without a copy: it may be an output of another engine on the same device.
+ * place: it may be an output of another engine on the same device. An array is copied in each call.
  */
 export interface Tensor<D extends HostData | GPUBuffer = HostData | GPUBuffer> {
   readonly data: D;
@@ -74,7 +74,12 @@ type HomeOf<D extends HostData | GPUBuffer> = D extends GPUBuffer ? "gpu" : "hos
 /** Element type of a captured tensor. */
 export type CaptureType = "f32" | "f16" | "bf16" | "i32" | "u32" | "bool";
 
-/** A captured tensor: mods read it by name, one i32 index per dimension, each clamped to its range. */
+/**
+ * A captured tensor: mods read it by name, one i32 index per dimension, each clamped to its range.
+ *
+ * An array is copied when it is given. A `GPUBuffer` is read in place, one in a call; since its values are not known here, a
+ * mask that reads it skips no blocks, unless it comes with a {@link BlockMask}.
+ */
 export interface Capture {
   readonly data: Float32Array | Float16ArrayLike | Int32Array | Uint32Array | Uint16Array | Uint8Array | readonly boolean[] | GPUBuffer;
   /** Implied by the array's type (a `Uint8Array` is bool); needed for a `Uint16Array` and a `GPUBuffer`. */
@@ -230,8 +235,8 @@ export type ModuleSource = URL | string | Request | Response | Promise<Response>
 /**
  * Loads the WebAssembly module. Await it once before anything else; later calls return at once.
  *
- * Bundlers that understand `new URL(..., import.meta.url)` (Vite, webpack 5, Rollup, Parcel) and CDNs
- * that serve the package's files need no argument. Node reads the file from disk.
+ * Bundlers that understand `new URL(..., import.meta.url)`, as Vite does, and CDNs that serve the package's
+ * files need no argument. Node reads the file from disk.
  */
 export default function init(source?: ModuleSource): Promise<void> {
   loading ??= load(source).catch((error: unknown) => {
@@ -838,7 +843,7 @@ export interface ForwardOptions<R extends Residence = Residence> extends CallOpt
   readonly out?: Tensor<GPUBuffer> | undefined;
 }
 
-/** Attention's result. On the GPU, buffers belong to the caller, who destroys them. */
+/** Attention's result. On the GPU, each is a buffer of its own that belongs to the caller, who destroys it. */
 export interface Output<R extends Residence, D extends HostData | GPUBuffer = HostData | GPUBuffer> {
   /** `[batch, heads, qLen, vDim]`, in the dtype of q. */
   readonly out: OutputTensor<DataIn<R, D>>;
@@ -875,7 +880,8 @@ export interface Gradients<R extends Residence, D extends HostData | GPUBuffer =
 /**
  * An attention operation: a mask, a score modification, and the kernel that they became.
  *
- * Calls return at once with a promise and take effect in the order in which they were made. Few query
+ * Calls return at once with a promise and take effect in the order in which they were made. Once its kernels
+ * are compiled, a call is one submit; work of more than about half a second is cut into several. Few query
  * rows against many keys run as split decode by themselves. The heads of q are a multiple of those of
  * k and v (grouped queries), and a batch of 1 in k and v serves every batch entry of q.
  */

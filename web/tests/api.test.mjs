@@ -156,7 +156,7 @@ describe("sdpa", () => {
     await same({ mask: "kv != 1" }, { maskMod: "kv != 1" });
     await same({ mask: { any: ["kv == 0", { name: "sliding_window", window: 2 }] }, causal: true, scale: 0.3 }, { maskMod: "q >= kv && (kv == 0 || q - kv < 2)", scale: 0.3 });
     const keep = Uint8Array.from({ length: 35 }, (_, i) => (i % 3 === 0 ? 1 : 0));
-    await same({ mask: { name: "dense", keep: [...keep], shape: [5, 7] } }, { maskMod: "keep(q, kv)", captures: { keep: { data: keep, shape: [5, 7] } } });
+    await same({ mask: { name: "dense", keep: [...keep], shape: [1, 1, 5, 7] } }, { maskMod: "keep(q, kv)", captures: { keep: { data: keep, shape: [5, 7] } } });
   });
 
   test("adds a bias, whose batch entries and heads may be one for all", async () => {
