@@ -217,7 +217,7 @@ function showMod(kind: Kind): void {
   at(`${kind}-about`).textContent = mod.text === null ? (preset?.about ?? "") : "Edited here. Choose it again to undo.";
   const host = at(`${kind}-params`);
   const sliders = mod.text === null ? (preset?.sliders ?? []) : [];
-  const signature = `${mod.preset} ${sliders.length}`;
+  const signature = JSON.stringify([mod.preset, mod.params, sliders.length]);
   if (host.dataset["for"] === signature) return;
   host.dataset["for"] = signature;
   host.replaceChildren(
