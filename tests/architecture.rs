@@ -165,6 +165,24 @@ fn only_the_fenced_files_hold_unsafe_code() {
 }
 
 #[test]
+fn the_npm_package_converts_and_computes_nothing() {
+    // Whatever says what attention means needs one of these; sizes and byte offsets need none.
+    let functions = [
+        "sqrt", "exp", "exp2", "ln", "log", "log2", "log10", "ln_1p", "exp_m1", "powi", "powf", "pow", "sin",
+        "cos", "tan", "tanh", "mul_add", "recip", "hypot", "fround", "cbrt",
+    ];
+    let sources = files("web/src", &[".rs"]);
+    for path in sources.iter().chain(&[root().join("web/index.ts")]) {
+        let code = code(path);
+        for function in functions {
+            let call = format!(".{function}(");
+            assert!(!code.contains(&call), "{} computes with {call}..)", shown(path));
+        }
+        assert!(!code.contains("f32::consts") && !code.contains("f64::consts"), "{}", shown(path));
+    }
+}
+
+#[test]
 fn no_kernel_text_stands_in_rust_strings() {
     let marks =
         ["@compute", "@group(", "kernel void", "[[buffer(", "threadgroup_barrier(", "workgroupBarrier("];

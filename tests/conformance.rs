@@ -7,8 +7,8 @@ use std::any::Any;
 
 use flexattn::reference::{self, Problem};
 use flexattn::{AttentionShape, Capture, Cpu, DType, Layout, MaskMod, Runtime};
-use flexattn_testing::Golden;
 use flexattn_testing::conformance::{self, Verdict};
+use flexattn_testing::{Budget, Golden};
 
 fn goldens() -> Vec<Golden> {
     let files = Golden::files(Golden::directory()).unwrap();
@@ -170,6 +170,29 @@ where
     }
     assert!(failures.is_empty(), "{}", failures.join("\n"));
     assert!(passed > 0, "no output was computed");
+}
+
+/// What the tests of the npm package allow, so that the rule is said once: `{case: {dtype: {output: [mean, max,
+/// relative]}}}`, `null` where there is no bound.
+#[test]
+fn the_budgets_of_the_npm_package_are_those_of_every_other_tier() {
+    let number = |bound: f64| if bound.is_finite() { format!("{bound:e}") } else { "null".to_owned() };
+    let budget = |golden: &Golden, output: &str, dtype| {
+        let Budget { mean, max, relative } = Budget::of(golden, output, dtype);
+        format!("\"{output}\":[{},{},{}]", number(mean), number(max), number(relative))
+    };
+    let case = |golden: &Golden| {
+        let names = ["out", "lse", "max"].map(str::to_owned).into_iter().chain(golden.gradients());
+        let names: Vec<String> = names.collect();
+        let dtypes = DType::ALL.map(|dtype| {
+            let outputs: Vec<String> = names.iter().map(|output| budget(golden, output, dtype)).collect();
+            format!("\"{dtype}\":{{{}}}", outputs.join(","))
+        });
+        format!("\"{}\":{{{}}}", golden.name, dtypes.join(","))
+    };
+    let cases: Vec<String> = goldens().iter().map(case).collect();
+    let text = format!("{{\n{}\n}}\n", cases.join(",\n"));
+    crate::kernels::snapshot("web/budgets.json", &text);
 }
 
 #[test]

@@ -283,7 +283,7 @@ fn block_mask_kernel() -> KernelSpec {
 }
 
 /// Compares a generated file with the stored one, or with UPDATE_SNAPSHOTS=1 stores it.
-fn snapshot(path: &str, text: &str) {
+pub(crate) fn snapshot(path: &str, text: &str) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/snapshots").join(path);
     if std::env::var_os("UPDATE_SNAPSHOTS").is_some_and(|value| value == "1") {
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();

@@ -43,7 +43,7 @@ export type Shape = readonly [batch: number, heads: number, length: number, head
  * A tensor, row-major unless `strides` says otherwise.
  *
  * A `GPUBuffer` must belong to the device of the {@link Gpu} and have `STORAGE` usage. It is read in
- * place, without a copy: it may be an output of another engine on the same device.
+ * place: it may be an output of another engine on the same device. An array is copied in each call.
  */
 export interface Tensor<D extends HostData | GPUBuffer = HostData | GPUBuffer> {
   readonly data: D;
@@ -74,7 +74,12 @@ type HomeOf<D extends HostData | GPUBuffer> = D extends GPUBuffer ? "gpu" : "hos
 /** Element type of a captured tensor. */
 export type CaptureType = "f32" | "f16" | "bf16" | "i32" | "u32" | "bool";
 
-/** A captured tensor: mods read it by name, one i32 index per dimension, each clamped to its range. */
+/**
+ * A captured tensor: mods read it by name, one i32 index per dimension, each clamped to its range.
+ *
+ * An array is copied when it is given. A `GPUBuffer` is read in place, one in a call; since its values are not known here, a
+ * mask that reads it skips no blocks, unless it comes with a {@link BlockMask}.
+ */
 export interface Capture {
   readonly data: Float32Array | Float16ArrayLike | Int32Array | Uint32Array | Uint16Array | Uint8Array | readonly boolean[] | GPUBuffer;
   /** Implied by the array's type (a `Uint8Array` is bool); needed for a `Uint16Array` and a `GPUBuffer`. */
@@ -230,8 +235,8 @@ export type ModuleSource = URL | string | Request | Response | Promise<Response>
 /**
  * Loads the WebAssembly module. Await it once before anything else; later calls return at once.
  *
- * Bundlers that understand `new URL(..., import.meta.url)` (Vite, webpack 5, Rollup, Parcel) and CDNs
- * that serve the package's files need no argument. Node reads the file from disk.
+ * Bundlers that understand `new URL(..., import.meta.url)`, as Vite does, and CDNs that serve the package's
+ * files need no argument. Node reads the file from disk.
  */
 export default function init(source?: ModuleSource): Promise<void> {
   loading ??= load(source).catch((error: unknown) => {
@@ -767,7 +772,10 @@ export class BlockMask {
     return this.#with(this, this.raw.not());
   }
 
-  /** The blocks as pixels, one per 32 by 32 tile where that fits 1024: `new ImageData(data, width, height)` puts them on a canvas. */
+  /**
+   * The blocks as pixels, one per tile of a 4 by 4 part of a block, or at most 1024 each way: `new ImageData(data, width, height)`
+   * puts them on a canvas. Batch entries stand below, heads beside each other, up to 16 of each, a pixel apart.
+   */
   picture(): { readonly width: number; readonly height: number; readonly data: Uint8ClampedArray<ArrayBuffer> } {
     return this.raw.picture();
   }
@@ -777,7 +785,7 @@ export class BlockMask {
     return this.raw.toBytes();
   }
 
-  /** The blocks as text, one character each. */
+  /** For a console: a line of sizes, then a character per block (`█` full, `▒` partial, `·` empty), or fewer where they are many. */
   toString(): string {
     return this.raw.toText();
   }
@@ -835,7 +843,7 @@ export interface ForwardOptions<R extends Residence = Residence> extends CallOpt
   readonly out?: Tensor<GPUBuffer> | undefined;
 }
 
-/** Attention's result. On the GPU, buffers belong to the caller, who destroys them. */
+/** Attention's result. On the GPU, each is a buffer of its own that belongs to the caller, who destroys it. */
 export interface Output<R extends Residence, D extends HostData | GPUBuffer = HostData | GPUBuffer> {
   /** `[batch, heads, qLen, vDim]`, in the dtype of q. */
   readonly out: OutputTensor<DataIn<R, D>>;
@@ -872,7 +880,8 @@ export interface Gradients<R extends Residence, D extends HostData | GPUBuffer =
 /**
  * An attention operation: a mask, a score modification, and the kernel that they became.
  *
- * Calls return at once with a promise and take effect in the order in which they were made. Few query
+ * Calls return at once with a promise and take effect in the order in which they were made. Once its kernels
+ * are compiled, a call is one submit; work of more than about half a second is cut into several. Few query
  * rows against many keys run as split decode by themselves. The heads of q are a multiple of those of
  * k and v (grouped queries), and a batch of 1 in k and v serves every batch entry of q.
  */
@@ -976,19 +985,33 @@ export interface Reference {
   readonly max: Float64Array;
 }
 
-/** Plain attention in one call: an optional bias that is added to the scores, `[1 or B, 1 or H, L, S]`. */
+/** Options of {@link sdpa}. */
+export interface SdpaOptions {
+  /** Which pairs are kept: all, unless given. A text reads no captures here; `{ name: "dense", keep, shape }` is a mask as a tensor. */
+  readonly mask?: MaskMod | undefined;
+  /** Whether query `q` sees keys 0 to `q` only, of those that `mask` keeps. */
+  readonly causal?: boolean | undefined;
+  /** Added to the scores, after the scale: floats of shape `[1 or B, 1 or H, L, S]`. */
+  readonly bias?: Capture | undefined;
+  /** Factor of the dot products: 1 / sqrt(headDim) unless given. */
+  readonly scale?: number | undefined;
+}
+
+/** Plain attention in one call. Where it is called again and again, an {@link Attention} keeps its kernels. */
 export async function sdpa<D extends HostData | GPUBuffer>(
   gpu: Gpu,
   q: Tensor<D>,
   k: Tensor,
   v: Tensor,
-  options: { readonly causal?: boolean; readonly bias?: Capture; readonly scale?: number } = {},
+  options: SdpaOptions = {},
 ): Promise<OutputTensor<DataIn<HomeOf<D>, D>>> {
-  known(options, "sdpa", ["causal", "bias", "scale"]);
-  const { causal = false, bias, scale } = options;
+  known(options, "sdpa", ["mask", "causal", "bias", "scale"]);
+  const { mask, causal = false, bias, scale } = options;
+  const [first, second] = [mask, ...(causal ? ["q >= kv"] : [])].filter((one) => one !== undefined);
+  if (bias !== undefined && Array.isArray(q?.shape) && Array.isArray(k?.shape)) fitsBias(bias, q, k);
   const attention = new Attention(gpu, {
     scale,
-    ...(causal ? { maskMod: { name: "causal" } } : {}),
+    maskMod: first === undefined || second === undefined ? first : { all: [first, second] },
     // An index past a dimension of 1 is clamped to it, which is what broadcasting means.
     ...(bias === undefined ? {} : { scoreMod: "score + bias(b, h, q, kv)", captures: { bias } }),
   });
@@ -998,6 +1021,17 @@ export async function sdpa<D extends HostData | GPUBuffer>(
   } finally {
     attention.free();
   }
+}
+
+/** Refuses a bias of another shape: its indices would be clamped, without a word. */
+function fitsBias(bias: Capture, q: Tensor, k: Tensor): void {
+  const shape = isObject(bias) ? bias.shape : undefined;
+  const [batch, heads, qLen] = q.shape;
+  const sizes = [batch, heads, qLen, k.shape[2]];
+  const fits = Array.isArray(shape) && shape.length === 4 && shape.every((size, axis) => size === sizes[axis] || (axis < 2 && size === 1));
+  if (fits) return;
+  const found = Array.isArray(shape) ? `bias.shape is [${shape.join(", ")}]` : `bias.shape is ${what(shape)}`;
+  throw new FlexattnError(`${found} but must be [1 or ${batch}, 1 or ${heads}, ${sizes[2]}, ${sizes[3]}]: batch, heads, queries, keys`, "capture");
 }
 
 // ---------------------------------------------------------------------------------------------

@@ -527,15 +527,15 @@ impl Attention {
             mask = Some(within(block_mask, mask, &shape)?);
         }
         let (q, k, v) = (q.widened("q")?, k.widened("k")?, v.widened("v")?);
-        let scale = own.scale.or(self.fixed.scale).map_or(1.0 / (shape.head_dim as f64).sqrt(), f64::from);
+        let defaults = Problem::new(shape, &q, &k, &v);
         let found = reference::forward(&Problem {
-            scale,
+            scale: own.scale.or(self.fixed.scale).map_or(defaults.scale, f64::from),
             mask_mod: mask.as_ref(),
             score_mod: score.as_ref(),
             q_offset: &q_offset,
             kv_len: &kv_len,
             sinks: self.fixed.sinks.as_deref().unwrap_or(&[]),
-            ..Problem::new(shape, &q, &k, &v)
+            ..defaults
         })?;
         let object = Object::new();
         for (name, values) in [("out", &found.out), ("lse", &found.lse), ("max", &found.max)] {

@@ -19,9 +19,12 @@ test("the tarball holds what is needed and nothing else", () => {
   ]);
 });
 
-test("the module weighs less than 500 kB on the wire", () => {
+test("the module weighs less than its ceiling on the wire", () => {
+  // More where the standard library of rustup is linked, as `cargo xtask test web` says.
+  const ceiling = Number(process.env.FLEXATTN_MODULE_CEILING ?? 500_000);
   const module = readFileSync(join(web, "dist/wasm/flexattn_bg.wasm"));
-  assert.ok(execFileSync("gzip", ["-9"], { input: module, maxBuffer: 1e7 }).length < 500_000);
+  const { length } = execFileSync("gzip", ["-9"], { input: module, maxBuffer: 1e7 });
+  assert.ok(length < ceiling, `${length} bytes, ceiling ${ceiling}`);
 });
 
 test("exports name types first and the package has no side effects", () => {

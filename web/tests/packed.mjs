@@ -7,6 +7,7 @@ import { join } from "node:path";
 export const web = new URL("..", import.meta.url).pathname;
 export const repository = join(web, "..");
 export const goldens = join(repository, "tests/goldens");
+export const budgets = join(repository, "tests/snapshots/web");
 
 /** Where tests build. Inside `web`, so that Vite and others are found; ignored by git. */
 const room = join(web, "tests/.installed");

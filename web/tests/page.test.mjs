@@ -6,7 +6,7 @@ import { readdirSync } from "node:fs";
 import { join } from "node:path";
 import { after, before, describe, test } from "node:test";
 import { browser, open, serve } from "./browser.mjs";
-import { goldens, install, web } from "./packed.mjs";
+import { budgets, goldens, install, web } from "./packed.mjs";
 
 const FULL = process.env.FLEXATTN_FULL === "1";
 /** One golden of each kind: SwiftShader takes seconds to compile a kernel, and the others add no path through the page's runtime. */
@@ -25,7 +25,7 @@ before(() => {
   execFileSync("node", [join(web, "node_modules/vite/bin/vite.js"), "build", folder, "--logLevel", "error"], { stdio: "inherit" });
 });
 before(async () => {
-  server = await serve({ "": join(folder, "dist"), goldens });
+  server = await serve({ "": join(folder, "dist"), goldens, budgets });
 });
 after(() => server?.close());
 
@@ -88,6 +88,58 @@ describe("with WebGPU", () => {
     assert.deepEqual(counted.second, { submits: 1, pipelines: 0 });
     // Two keys kept, each of score 16 * 0.25 / 4 = 1.
     assert.ok(Math.abs(counted.last - (1 + Math.LN2)) < 1e-5);
+  });
+
+  test("work past the budget of a submit goes to the device in several", { timeout: 120_000 }, async () => {
+    const submits = await page.evaluate(async () => {
+      const { Attention, Gpu } = project.flexattn;
+      const gpu = await Gpu.create();
+      const attention = new Attention(gpu);
+      const x = (length) => ({ data: new Float32Array(length * 16).fill(0.1), shape: [1, 1, length, 16] });
+      const [short, long] = [x(64), x(8192)];
+      await attention.forward(short, short, short);
+      let count = 0;
+      const { queue } = gpu.device;
+      const submit = queue.submit.bind(queue);
+      queue.submit = (commands) => (count++, submit(commands));
+      await attention.forward(long, long, long);
+      gpu.free();
+      return count;
+    });
+    assert.ok(submits > 1, `${submits}`);
+  });
+
+  test("gradients stay on the GPU when asked to, and are those that come to the host", { timeout: 300_000 }, async () => {
+    const found = await page.evaluate(async () => {
+      const { Attention } = project.flexattn;
+      const gpu = await project.gpuOf("best");
+      const [heads, length, dim] = [2, 33, 16];
+      const x = (seed) => ({ data: Float32Array.from({ length: heads * length * dim }, (_, i) => Math.sin(seed + i)), shape: [1, heads, length, dim] });
+      const [q, k, v, dout] = [1, 2, 3, 4].map(x);
+      const attention = new Attention(gpu, { maskMod: "q >= kv", scoreMod: "score + slope(h) * f32(kv - q)", captures: { slope: new Float32Array([0.1, 0.2]) }, sinks: [0, 0.5] });
+      const output = await attention.forward(q, k, v, { to: "gpu" });
+      const wanted = { wants: ["q", "k", "v", "sinks"], wantsCaptures: ["slope"] };
+      const host = await attention.backward(q, k, v, output, dout, { ...wanted, to: "host" });
+      const there = await attention.backward(q, k, v, output, dout, { ...wanted, to: "gpu" });
+      const read = async (buffer, count) => {
+        const staging = gpu.device.createBuffer({ size: count * 4, usage: GPUBufferUsage.MAP_READ | GPUBufferUsage.COPY_DST });
+        const encoder = gpu.device.createCommandEncoder();
+        encoder.copyBufferToBuffer(buffer, 0, staging, 0, count * 4);
+        gpu.device.queue.submit([encoder.finish()]);
+        await staging.mapAsync(GPUMapMode.READ);
+        return new Float32Array(staging.getMappedRange());
+      };
+      const pairs = [["dq", (g) => g.dq.data], ["dk", (g) => g.dk.data], ["dv", (g) => g.dv.data], ["dsinks", (g) => g.dsinks], ["slope", (g) => g.captures.slope]];
+      const result = [];
+      for (const [name, part] of pairs) {
+        const [want, buffer] = [part(host), part(there)];
+        const got = await read(buffer, want.length);
+        result.push({ name, buffer: buffer instanceof GPUBuffer, same: got.length === want.length && got.every((x, i) => x === want[i]), zero: want.every((x) => x === 0) });
+        buffer.destroy();
+      }
+      return result;
+    });
+    for (const { name, buffer, same, zero } of found) assert.deepEqual([name, buffer, same, zero], [name, true, true, false]);
   });
 
   test("calls take effect in the order in which they were made", async () => {

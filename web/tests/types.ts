@@ -66,7 +66,7 @@ async function calls(device: GPUDevice, buffer: GPUBuffer): Promise<void> {
   const blocks = BlockMask.build({ name: "causal" }, { qLen: 1024, kvLen: 1024 });
   same<number, typeof blocks.density>(true);
   same<number, ReturnType<typeof blocks.picture>["width"]>(true);
-  const plain = await sdpa(gpu, host, host, host, { causal: true });
+  const plain = await sdpa(gpu, host, host, host, { causal: true, mask: { any: ["kv == 0", { name: "causal" }] }, bias: { data: new Float32Array(64), shape: [1, 1, 8, 8] } });
   same<Float32Array, typeof plain.data>(true);
 
   const findings: Diagnostic[] = check({ maskMod: "q >" });
@@ -94,6 +94,8 @@ async function calls(device: GPUDevice, buffer: GPUBuffer): Promise<void> {
   const flat: Tensor = { data: new Float32Array(8), shape: [1, 8, 8] };
   // @ts-expect-error a language that is not emitted
   emit({ language: "glsl" });
+  // @ts-expect-error a mask is a mod, not numbers
+  await sdpa(gpu, host, host, host, { mask: new Float32Array(64) });
   // @ts-expect-error no such tier in a page
   await Gpu.create({ tier: "metal" });
   const score: ScoreMod = "score";

@@ -30,7 +30,7 @@ usage: cargo xtask COMMAND
   web [--install] [--package]           build the npm package (web/dist) and the demo page (web/demo/dist)
       --install    bring what is missing, as above
       --package    only the package
-  serve [--install] [--port N]          show the demo page on localhost, built first if it is not there
+  serve [--install] [--port N]          show the demo page on localhost, brought up to date first
 ";
 
 fn main() -> ExitCode {

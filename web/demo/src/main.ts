@@ -5,7 +5,7 @@ import { heat } from "./heat";
 import { kernelText, showKernel } from "./kernels";
 import { blockMap, BLOCK, type MapData } from "./map";
 import { named, presets, type Preset } from "./presets";
-import { measure, verify, type Mods, type Times } from "./run";
+import { checkable, DIM, HEADS as MEASURED_HEADS, measure, verify, type Mods, type Times } from "./run";
 import { sentences, type Sentence } from "./sentences";
 import { decode, DTYPES, encode, HEAD_DIMS, HEADS, LENGTHS, PASSES, type ModState, type State } from "./state";
 
@@ -217,7 +217,7 @@ function showMod(kind: Kind): void {
   at(`${kind}-about`).textContent = mod.text === null ? (preset?.about ?? "") : "Edited here. Choose it again to undo.";
   const host = at(`${kind}-params`);
   const sliders = mod.text === null ? (preset?.sliders ?? []) : [];
-  const signature = `${mod.preset} ${sliders.length}`;
+  const signature = JSON.stringify([mod.preset, mod.params, sliders.length]);
   if (host.dataset["for"] === signature) return;
   host.dataset["for"] = signature;
   host.replaceChildren(
@@ -401,9 +401,10 @@ function setUpRun(): void {
   showTimes({ density: [], length: [] });
   at("verify").addEventListener("click", () => {
     void task(async (gpu) => {
-      const length = Math.min(state.qLen, state.kvLen, 256);
+      const sizes = checkable(state);
       at("run-status").textContent = "Computing…";
-      const verdict = await verify(gpu, mods({ batch: 1, heads: 2, qLen: length, kvLen: length }), 2, length);
+      const { heads, qLen, kvLen } = sizes;
+      const verdict = await verify(gpu, mods({ batch: 1, heads, qLen, kvLen }), sizes);
       at("run-status").className = verdict.ok ? "verdict-right" : "verdict-wrong";
       return verdict.text;
     });
@@ -425,7 +426,7 @@ function setUpRun(): void {
         blocks.free();
         return found;
       };
-      const times = await measure(gpu, (length) => mods({ batch: 1, heads: 4, qLen: length, kvLen: length }), density, { progress, signal }, showTimes);
+      const times = await measure(gpu, (length) => mods({ batch: 1, heads: MEASURED_HEADS, qLen: length, kvLen: length }), density, { progress, signal }, showTimes);
       const sparse = times.density[0];
       const dense = times.density.at(-1);
       if (!sparse || !dense) return "";
@@ -448,6 +449,11 @@ function showTier(found: Gpu): void {
       return item;
     }),
   );
+  at("baseline").textContent =
+    `Measured are ${MEASURED_HEADS} heads of ${DIM} in f32. ` +
+    (found.tier === "cpu"
+      ? "There is no baseline to compare with: it is made of GPU kernels, and this page runs on the CPU."
+      : "“unfused” is plain attention as three kernels on this GPU: one writes every score to memory, one makes a softmax of each row, one multiplies by the values. It visits every pair; a mask would come on top.");
   at("tier").replaceChildren(sentence, ...(found.notes.length > 0 ? [" Why nothing faster:", reasons] : []));
 }
 
@@ -475,6 +481,11 @@ function setUpPage(): void {
   for (const button of document.querySelectorAll<HTMLElement>("[data-copy]")) {
     button.addEventListener("click", () => void copy(button.dataset["copy"] === "msl" ? code.msl : code.wgsl, button));
   }
+  // Not as an address of its own: an address is a state.
+  document.querySelector(".skip")?.addEventListener("click", (event) => {
+    event.preventDefault();
+    editors.mask?.view.focus();
+  });
   addEventListener("hashchange", () => {
     state = decode(location.hash.slice(1), START);
     showAll();
@@ -506,6 +517,7 @@ function showAll(): void {
   showHeads();
   at<HTMLInputElement>("head").value = String(state.head);
   at<HTMLInputElement>("only-mods").checked = state.onlyMine;
+  at<HTMLSelectElement>("sentence").value = String(state.sentence);
 }
 
 function setUpControls(): void {

@@ -1,6 +1,7 @@
 // What this machine makes of it: a check against the reference, and times beside an unfused baseline.
 
-import { Attention, type Gpu, type HostData, type MaskMod, type ScoreMod, type Tensor, type Values } from "flexattn";
+import { Attention, type DType, type Gpu, type HostData, type MaskMod, type ScoreMod, type Tensor, type Values } from "flexattn";
+import { narrowed, widened } from "./half";
 import { unfused } from "./unfused";
 
 /** The mods as the page holds them. */
@@ -14,7 +15,7 @@ export interface Sample {
   density: number;
   length: number;
   ms: number;
-  /** The same result by unfused kernels; `null` where they do not fit. */
+  /** Every pair by unfused kernels; `null` where they do not fit, and without WebGPU. */
   baselineMs: number | null;
   name: string;
 }
@@ -25,8 +26,9 @@ export interface Watch {
   signal: AbortSignal;
 }
 
-const HEADS = 4;
-const DIM = 64;
+/** What is measured: the baseline's kernels are written for f32 and this head dim. */
+export const HEADS = 4;
+export const DIM = 64;
 
 /** Elements that look like activations: normal, the same on every visit. */
 export function normal(count: number, seed: number): Float32Array {
@@ -42,39 +44,58 @@ export function normal(count: number, seed: number): Float32Array {
   return values;
 }
 
-function inputs(heads: number, length: number, dim: number): [Tensor<HostData>, Tensor<HostData>, Tensor<HostData>] {
-  const shape = [1, heads, length, dim] as const;
-  const make = (seed: number): Tensor<HostData> => ({ data: normal(heads * length * dim, seed), shape });
-  return [make(1), make(2), make(3)];
+/** q, k and v of a call. */
+export interface Sizes {
+  heads: number;
+  qLen: number;
+  kvLen: number;
+  headDim: number;
+  dtype: DType;
 }
+
+function inputs({ heads, qLen, kvLen, headDim, dtype }: Sizes): [Tensor<HostData>, Tensor<HostData>, Tensor<HostData>] {
+  const make = (seed: number, length: number): Tensor<HostData> => ({ data: narrowed(normal(heads * length * headDim, seed), dtype), shape: [1, heads, length, headDim], dtype });
+  return [make(1, qLen), make(2, kvLen), make(3, kvLen)];
+}
+
+/** The longest lengths up to the page's own at which the reference, which computes in f64 on one core, answers in a second or so. */
+export function checkable({ qLen, kvLen, ...rest }: Sizes): Sizes {
+  let most = 512;
+  while (most > 128 && rest.heads * most * most * rest.headDim > 2 ** 28) most /= 2;
+  return { ...rest, qLen: Math.min(qLen, most), kvLen: Math.min(kvLen, most) };
+}
+
+/** How far one element may be off, in parts of the largest: rounding to the dtype, and sums in another order. */
+const BOUND: Readonly<Record<DType, number>> = { f32: 5e-5, f16: 1e-3, bf16: 8e-3 };
 
 export interface Verdict {
   ok: boolean;
   text: string;
 }
 
-/** The page's mods on this machine against the definition in f64. */
-export async function verify(gpu: Gpu, mods: Mods, heads: number, length: number): Promise<Verdict> {
+/** The page's mods on this machine against the definition in f64, from the very same elements. */
+export async function verify(gpu: Gpu, mods: Mods, sizes: Sizes): Promise<Verdict> {
   const attention = new Attention(gpu, mods);
   try {
-    const [q, k, v] = inputs(heads, length, DIM);
+    const [q, k, v] = inputs(sizes);
     const started = performance.now();
-    const got = await attention.forward(q, k, v, { to: "host" });
+    const { out } = await attention.forward(q, k, v, { to: "host" });
     const took = performance.now() - started;
+    const got = widened(out.data, out.dtype);
     const want = attention.reference(q, k, v);
     let worst = 0;
     let largest = 0;
     let broken = 0;
     want.out.forEach((value, at) => {
-      const difference = Math.abs((got.out.data[at] ?? Number.NaN) - value);
+      const difference = Math.abs((got[at] ?? Number.NaN) - value);
       if (Number.isNaN(difference)) broken++;
       else worst = Math.max(worst, difference);
       largest = Math.max(largest, Math.abs(value));
     });
-    const ok = broken === 0 && worst <= 5e-5 * Math.max(largest, 1);
-    const size = `${heads} heads × ${length} tokens × ${DIM}`;
+    const ok = broken === 0 && worst <= BOUND[sizes.dtype] * Math.max(largest, 1);
+    const size = `${sizes.heads} heads, ${sizes.qLen} queries × ${sizes.kvLen} keys, head dim ${sizes.headDim}, ${sizes.dtype}`;
     const text = ok
-      ? `Right: the largest difference from the f64 reference is ${worst.toExponential(1)} (${size}, first call ${took.toFixed(0)} ms, compiling included).`
+      ? `Right: the largest difference from the f64 reference is ${worst.toExponential(1)} (${size}; first call ${took.toFixed(0)} ms, compiling included).`
       : `Wrong: ${broken > 0 ? `${broken} values are not numbers` : `the largest difference is ${worst.toExponential(1)}`} (${size}). Please report this with the address of this page.`;
     return { ok, text };
   } finally {
@@ -113,7 +134,7 @@ async function sample(gpu: Gpu, mods: Partial<Mods>, name: string, length: numbe
   const attention = new Attention(gpu, mods);
   const held: { destroy: () => void }[] = [{ destroy: () => attention.free() }];
   try {
-    const tensors = inputs(HEADS, length, DIM);
+    const tensors = inputs({ heads: HEADS, qLen: length, kvLen: length, headDim: DIM, dtype: "f32" });
     const { device } = gpu;
     if (device === null) {
       const fused = async (): Promise<void> => void (await attention.forward(...tensors));

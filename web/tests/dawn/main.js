@@ -12,7 +12,9 @@ const full = process.env.FLEXATTN_FULL === "1";
 const every = Number(process.env.FLEXATTN_EVERY ?? 5);
 /** Whose gradients run too: lavapipe takes a second or two to compile each of their kernels. */
 const GRADIENTS = ["abs_table", "all_dims_bias", "all_masked", "antidiagonal", "bias2d_qk", "bias3d_bqk"];
-const folder = new URL("../../../../tests/goldens/", import.meta.url).pathname;
+const tests = new URL("../../../../tests/", import.meta.url).pathname;
+const folder = join(tests, "goldens");
+const budgets = JSON.parse(readFileSync(join(tests, "snapshots/web/budgets.json"), "utf8"));
 
 await flexattn.default();
 const best = await flexattn.Gpu.create({ gpu });
@@ -36,7 +38,7 @@ for (const [index, file] of files.entries()) {
     const name = `${golden} ${dtype} ${tier.tier}${gradients ? ", gradients" : ""}`;
     let problem = "";
     try {
-      const verdicts = await runGolden(flexattn, tier, new Uint8Array(readFileSync(join(folder, file))), dtype, { gradients, loose });
+      const verdicts = await runGolden(flexattn, tier, new Uint8Array(readFileSync(join(folder, file))), dtype, budgets, { gradients, loose });
       problem = verdicts.filter(({ pass }) => !pass).map(({ output, mean, max, budget }) => `${output}: mean ${mean}, max ${max}, budget ${JSON.stringify(budget)}`).join("; ");
     } catch (error) {
       problem = String(error);

@@ -13,13 +13,16 @@ async function gpuOf(tier) {
   return gpus.get(tier);
 }
 
+let budgets;
+
 window.project = {
   flexattn,
   ort,
   gpuOf,
   async golden(name, dtype, tier, options) {
     const bytes = new Uint8Array(await (await fetch(`/goldens/${name}.safetensors`)).arrayBuffer());
-    return runGolden(flexattn, await gpuOf(tier), bytes, dtype, options);
+    budgets ??= await (await fetch("/budgets/budgets.json")).json();
+    return runGolden(flexattn, await gpuOf(tier), bytes, dtype, budgets, options);
   },
   worker() {
     return new Worker(new URL("./worker.js", import.meta.url), { type: "module" });

@@ -307,7 +307,10 @@ fn web(full: bool) -> Outcome {
     if matches!(built, Outcome::Failed(..)) {
         return built;
     }
-    let tests = Program::words("npm test").folder("web").env("FLEXATTN_DAWN_RUNNER", Driver::Mesa25.runner());
+    let tests = Program::words("npm test")
+        .folder("web")
+        .env("FLEXATTN_DAWN_RUNNER", Driver::Mesa25.runner())
+        .env("FLEXATTN_MODULE_CEILING", crate::web::module_ceiling().to_string());
     all([everything(tests, full)])
 }
 
