@@ -734,7 +734,11 @@ impl Plan {
                     },
                     Source::Constant(at) => constants[*at].clone(),
                     Source::Scratch(at) => scratch[*at].clone(),
-                    Source::Capture(name) => captures::bindable(name, capture(name)?, runtime)?,
+                    Source::Capture(name) => {
+                        let buffer = capture(name)?;
+                        captures::bindable(name, runtime.size(&buffer), runtime.profile())?;
+                        buffer
+                    }
                     Source::Unread => runtime.constant(0, "unread", || vec![0; 16])?,
                     Source::Unwritten => runtime.scratch("unwritten", 16)?,
                 };
