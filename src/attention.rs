@@ -469,7 +469,7 @@ impl Attention {
             Ok(tensor.buffer().clone())
         };
         let submits =
-            plan.dispatches(runtime, tensor, stats.as_ref(), |name| self.captured_buffer::<R>(name))?;
+            plan.dispatches(runtime, &tensor, stats.as_ref(), &|name| self.captured_buffer::<R>(name))?;
         let [batch, heads, rows, _] = out.shape();
         let row_values = Layout::contiguous([batch, heads, rows, 1])?;
         let stat = |wanted: bool, at: usize| -> Result<Option<Tensor<R>>> {

@@ -687,13 +687,14 @@ impl Plan {
     ///
     /// # Errors
     ///
-    /// Those of [`Runtime::create`].
+    /// Those of [`Runtime::create`], and [`Error::Limit`] for a captured tensor whose buffer is longer than a
+    /// binding.
     pub fn dispatches<R: Runtime>(
         &self,
         runtime: &R,
-        tensor: impl Fn(Role) -> Result<R::Buffer>,
+        tensor: &dyn Fn(Role) -> Result<R::Buffer>,
         stats: Option<&R::Buffer>,
-        capture: impl Fn(&str) -> Result<R::Buffer>,
+        capture: &dyn Fn(&str) -> Result<R::Buffer>,
     ) -> Result<Vec<Vec<Dispatch<R::Buffer>>>> {
         let constants = self
             .constants
@@ -734,7 +735,11 @@ impl Plan {
                     },
                     Source::Constant(at) => constants[*at].clone(),
                     Source::Scratch(at) => scratch[*at].clone(),
-                    Source::Capture(name) => captures::bindable(name, capture(name)?, runtime)?,
+                    Source::Capture(name) => {
+                        let buffer = capture(name)?;
+                        captures::bindable(name, runtime.size(&buffer), runtime.profile())?;
+                        buffer
+                    }
                     Source::Unread => runtime.constant(0, "unread", || vec![0; 16])?,
                     Source::Unwritten => runtime.scratch("unwritten", 16)?,
                 };

@@ -95,7 +95,7 @@ impl BlockMask {
         let bytes = 4 * open.open().len() as u64;
         let maps = runtime.create("tile maps", bytes, Usage::Tensor)?;
         let capture = |name: &str| captured_buffer::<R>(mask_mod.captures(), name);
-        for dispatches in plan.dispatches(runtime, |_| Ok(maps.clone()), None, capture)? {
+        for dispatches in plan.dispatches(runtime, &|_| Ok(maps.clone()), None, &capture)? {
             runtime.run(&dispatches)?;
         }
         let read = runtime.read(&maps, 0..bytes).await?;

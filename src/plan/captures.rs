@@ -4,7 +4,7 @@ use super::Constant;
 use crate::error::{Error, Result};
 use crate::expr::{Capture, CaptureData, MaskMod, Scalar, ScoreMod};
 use crate::lower::Layout;
-use crate::runtime::{Resident, Runtime};
+use crate::runtime::{Profile, Resident};
 use std::sync::Arc;
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
@@ -55,22 +55,20 @@ impl<'a> Mods<'a> {
                 }
             }
         }
-        let is_on_device = |capture: &&&Capture| matches!(capture.data(), CaptureData::Device(_));
-        if let Some(nobodys) =
-            captures.iter().filter(is_on_device).find(|capture| resident(capture).is_none())
-        {
-            return Err(Error::capture(nobodys.name(), ELSEWHERE));
-        }
-        let mut on_device = captures.iter().filter(is_on_device);
-        let large: Option<Arc<str>> = on_device.next().map(|capture| capture.name().into());
-        if let Some(second) = on_device.next() {
-            return Err(Error::capture(
-                second.name(),
-                format!(
-                    "it lives on the device and so does `{}`, but a call binds one such tensor; keep the others in host memory",
-                    large.as_deref().unwrap_or_default()
-                ),
-            ));
+        let mut large: Option<Arc<str>> = None;
+        for capture in &captures {
+            let CaptureData::Device(handle) = capture.data() else { continue };
+            if handle.get::<Resident>().is_none() {
+                return Err(Error::capture(capture.name(), ELSEWHERE));
+            }
+            if let Some(first) = large.replace(capture.name().into()) {
+                return Err(Error::capture(
+                    capture.name(),
+                    format!(
+                        "it lives on the device and so does `{first}`, but a call binds one such tensor; keep the others in host memory"
+                    ),
+                ));
+            }
         }
         let exprs = mask.map(MaskMod::expr).into_iter().chain(score.map(ScoreMod::expr));
         let layout = Layout::new(exprs, large.as_deref());
@@ -90,11 +88,11 @@ pub(super) fn resident(capture: &Capture) -> Option<&Resident> {
     }
 }
 
-/// The buffer of a captured tensor on the device, which a kernel binds as a whole.
-pub(super) fn bindable<R: Runtime>(name: &str, buffer: R::Buffer, runtime: &R) -> Result<R::Buffer> {
-    let (needed, available) = (runtime.size(&buffer), runtime.profile().limits.storage_binding);
+/// Refuses a buffer of a captured tensor on the device that is too long: a kernel binds it as a whole.
+pub(super) fn bindable(name: &str, needed: u64, profile: &Profile) -> Result<()> {
+    let available = profile.limits.storage_binding;
     if needed <= available {
-        return Ok(buffer);
+        return Ok(());
     }
     Err(Error::Limit {
         what: format!("the buffer of capture `{name}`"),
