@@ -79,7 +79,7 @@ fn an_index_that_leads_into_another_buffer_is_found() {
     ));
     let kernel = kernel.unwrap_or_else(|error| panic!("{error}"));
     let (together, alone) = (floats(&[0.0; 96]), floats(&[0.0; 32]));
-    let part = |index, at| Bound { index, memory: together.clone(), offset: 128 * at, size: 128 };
+    let part = |index, at: usize| Bound { index, memory: together.clone(), offset: 128 * at, size: 128 };
     // The pieces of one allocation that two buffers may be: 32 floats each, y in the middle.
     let halves = [part(0, 0), part(1, 1)];
     let two = [Bound::whole(0, &together), Bound::whole(1, &alone)];

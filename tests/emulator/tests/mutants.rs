@@ -1,4 +1,4 @@
-//! Mistakes put into the kernels one by one: every one must be noticed, by a report or by the result.
+//! Mistakes put into the kernels one by one: every one must be noticed by the detector that is named beside it.
 //!
 //! Scheduling fences (`mem_none`) are exempt: without them a kernel is right, and on a GPU slower.
 
@@ -90,6 +90,19 @@ fn noticed_in(entry: &'static str, case: &Case, loader: Loader, mutants: &[Mutan
     assert_eq!(sound, Ok(Vec::new()));
 }
 
+/// Otherwise a typing mistake in a mutant would pass for a detector's work.
+#[test]
+fn a_text_that_does_not_compile_is_not_noticed_but_refused() {
+    if let Err(error) = clang() {
+        eprintln!("skipped: {error}");
+        return;
+    }
+    for mutant in [("* ctx.p.scale", "* ctx.p.scales", 0, RESULT), ("no such text", "", 0, RESULT)] {
+        let refused = notices(&case(Loader::Direct, 64), Loader::Direct, "forward", mutant);
+        assert!(refused.is_err(), "{mutant:?}: {refused:?}");
+    }
+}
+
 const BARRIER: &str = "threadgroup_barrier(mem_flags::mem_threadgroup);";
 
 #[test]
@@ -100,12 +113,12 @@ fn every_barrier_is_needed() {
             Loader::Staged,
             head_dim,
             &[
-                (BARRIER, "", 0, RESULT),
-                (BARRIER, "", 1, RESULT),
-                (BARRIER, "threadgroup_barrier(mem_flags::mem_none);", 0, RESULT),
-                (BARRIER, "threadgroup_barrier(mem_flags::mem_device);", 1, RESULT),
-                (BARRIER, "simdgroup_barrier(mem_flags::mem_threadgroup);", 0, RESULT),
-                (BARRIER, "simdgroup_barrier(mem_flags::mem_threadgroup);", 1, RESULT),
+                (BARRIER, "", 0, RACE),
+                (BARRIER, "", 1, UNWRITTEN),
+                (BARRIER, "threadgroup_barrier(mem_flags::mem_none);", 0, RACE),
+                (BARRIER, "threadgroup_barrier(mem_flags::mem_device);", 1, RACE),
+                (BARRIER, "simdgroup_barrier(mem_flags::mem_threadgroup);", 0, RACE),
+                (BARRIER, "simdgroup_barrier(mem_flags::mem_threadgroup);", 1, RACE),
             ],
         );
     }
@@ -117,19 +130,19 @@ fn a_thread_that_misses_a_barrier_or_a_shuffle_is_noticed() {
         Loader::Staged,
         64,
         &[
-            ("  stage_q(tiles,", "  if (simdgroup == 1u) return;\n  stage_q(tiles,", 0, RESULT),
-            ("  stage_q(tiles,", "  if (lane == 7u) return;\n  stage_q(tiles,", 0, RESULT),
+            ("  stage_q(tiles,", "  if (simdgroup == 1u) return;\n  stage_q(tiles,", 0, DIVERGENCE),
+            ("  stage_q(tiles,", "  if (lane == 7u) return;\n  stage_q(tiles,", 0, DIVERGENCE),
             (
                 "    while (next_tile(ctx, walk)) {",
                 "    while (next_tile(ctx, walk)) { if (walk.first == 32u && simdgroup == 0u) continue;",
                 0,
-                RESULT,
+                DIVERGENCE,
             ),
             (
                 "const float sum = row_sum(online.l[r]);",
                 "if (row0 + queries.own + 8u * r >= p.q_len) continue; const float sum = row_sum(online.l[r]);",
                 0,
-                RESULT,
+                DIVERGENCE,
             ),
         ],
     );
@@ -142,22 +155,22 @@ fn wrong_indices_in_the_staged_loader_are_noticed() {
         64,
         &[
             // A load that is left out.
-            ("i < count * quads;", "i < count * quads - 1u;", 0, RESULT),
-            ("i < count * quads;", "i < (count - 1u) * quads;", 0, RESULT),
+            ("i < count * quads;", "i < count * quads - 1u;", 0, UNWRITTEN),
+            ("i < count * quads;", "i < (count - 1u) * quads;", 0, UNWRITTEN),
             // An index that is shifted, in memory of each kind.
-            ("to[row * (stride / 4u) + quad] = x;", "to[row * (stride / 4u) + quad + 1u] = x;", 0, RESULT),
+            ("to[row * (stride / 4u) + quad] = x;", "to[row * (stride / 4u) + quad + 1u] = x;", 0, UNWRITTEN),
             (
                 "(threadgroup const Elem*)tile + (8u * j + lane_col(lane)) * STAGE_STRIDE",
                 "(threadgroup const Elem*)tile + (8u * j + lane_col(lane) + 1u) * STAGE_STRIDE",
                 0,
-                RESULT,
+                BOUNDS,
             ),
-            ("if (first + row < rows.count) x", "x", 0, RESULT),
+            ("if (first + row < rows.count) x", "x", 0, BOUNDS),
             (
                 "ulong(first + row) * rows.stride, column",
                 "ulong(first + row + 1u) * rows.stride, column",
                 0,
-                RESULT,
+                BOUNDS,
             ),
             // Lane maps that are swapped.
             (
@@ -170,7 +183,7 @@ fn wrong_indices_in_the_staged_loader_are_noticed() {
         ],
     );
     // Without its copy of q, head_dim 128 reads what nobody wrote.
-    all_noticed(Loader::Staged, 128, &[("  stage_q(tiles, q_rows, row0, thread_index);", "", 0, RESULT)]);
+    all_noticed(Loader::Staged, 128, &[("  stage_q(tiles, q_rows, row0, thread_index);", "", 0, UNWRITTEN)]);
 }
 
 #[test]
@@ -179,7 +192,7 @@ fn wrong_indices_in_the_direct_loader_are_noticed() {
         Loader::Direct,
         64,
         &[
-            ("ulong(min(row, rows.count - 1u))", "ulong(row)", 0, RESULT),
+            ("ulong(min(row, rows.count - 1u))", "ulong(row)", 0, BOUNDS),
             ("row_of(rows, row + 1u), column", "row_of(rows, row), column", 0, RESULT),
             ("8u * j + lane_row(lane), column", "8u * j + lane_col(lane), column", 0, RESULT),
             ("(8 * N) + N * lane_row(lane);", "(8 * N) + N * lane_col(lane);", 0, RESULT),
@@ -194,7 +207,7 @@ fn wrong_arithmetic_is_noticed() {
             loader,
             64,
             &[
-                ("((lane / 4u) & 4u)", "((lane / 4u) & 2u)", 0, RESULT),
+                ("((lane / 4u) & 4u)", "((lane / 4u) & 2u)", 0, RACE),
                 ("simd_shuffle_xor(x, 8)", "simd_shuffle_xor(x, 4)", 0, RESULT),
                 ("simd_shuffle_xor(x, 1)", "simd_shuffle_xor(x, 2)", 1, RESULT),
                 ("online.l[r] *= shrink;", "", 0, RESULT),
@@ -202,12 +215,12 @@ fn wrong_arithmetic_is_noticed() {
                 ("masked |= 1u << i;", "", 0, RESULT),
                 ("column < k.count", "column <= k.count", 0, RESULT),
                 ("queries.q[r] = int(at)", "queries.q[r] = int(at) + 1", 0, RESULT),
-                ("if (at >= p.q_len) continue;", "", 0, RESULT),
+                ("if (at >= p.q_len) continue;", "", 0, BOUNDS),
                 (
                     "const uint at = min(row0 + queries.own + 8u * r, p.q_len - 1u);",
                     "const uint at = row0 + queries.own + 8u * r;",
                     0,
-                    RESULT,
+                    BOUNDS,
                 ),
                 ("walk.kind = walk.kinds & 3u;", "walk.kind = FULL;", 0, RESULT),
                 ("* ctx.p.scale", "", 0, RESULT),
@@ -251,11 +264,11 @@ fn mistakes_in_the_decode_kernels_are_noticed() {
                 RESULT,
             ),
             ("(2u * (tile % 4u)) & 3u", "(2u * (tile % 2u)) & 3u", 0, RESULT),
-            ("kv_head * p.group + at / p.q_len", "kv_head * p.group + at % p.q_len", 0, RESULT),
+            ("kv_head * p.group + at / p.q_len", "kv_head * p.group + at % p.q_len", 0, RACE),
             ("int(at % p.q_len) + q_offset_of", "int(at / p.q_len) + q_offset_of", 0, RESULT),
             ("partial + 1u] = sum;", "partial + 1u] = 1.0f;", 0, RESULT),
-            ("if (column < V_DIM) partials", "partials", 0, RESULT),
-            ("if (packed >= rows) continue;", "", 0, RESULT),
+            ("if (column < V_DIM) partials", "partials", 0, RACE),
+            ("if (packed >= rows) continue;", "", 0, RACE),
             ("any == EMPTY", "any != FULL", 0, RESULT),
         ],
     );
@@ -268,7 +281,7 @@ fn mistakes_in_the_decode_kernels_are_noticed() {
             ("simd_shuffle(weight, i)", "weight", 0, RESULT),
             ("sum = simd_sum(sum);", "", 0, RESULT),
             ("sum == 0.0f", "false", 0, RESULT),
-            ("part0 + lane < p.splits", "true", 0, RESULT),
+            ("part0 + lane < p.splits", "true", 0, BOUNDS),
             ("o[column] * w", "o[column + 1u] * w", 0, RESULT),
         ],
     );
@@ -285,10 +298,10 @@ fn every_barrier_of_the_gradient_kernels_is_needed() {
                 &case(Loader::Staged, head_dim),
                 Loader::Staged,
                 &[
-                    (BARRIER, "", first, RESULT),
-                    (BARRIER, "", first + 1, RESULT),
-                    (BARRIER, "threadgroup_barrier(mem_flags::mem_none);", first, RESULT),
-                    (BARRIER, "simdgroup_barrier(mem_flags::mem_threadgroup);", first + 1, RESULT),
+                    (BARRIER, "", first, RACE),
+                    (BARRIER, "", first + 1, UNWRITTEN),
+                    (BARRIER, "threadgroup_barrier(mem_flags::mem_none);", first, RACE),
+                    (BARRIER, "simdgroup_barrier(mem_flags::mem_threadgroup);", first + 1, RACE),
                 ],
             );
         }
@@ -306,8 +319,8 @@ fn mistakes_in_the_gradient_kernels_are_noticed() {
             ("lane_sum(sum, 8)", "lane_sum(sum, 4)", 0, RESULT),
             ("column += 32u", "column += 64u", 0, RESULT),
             ("total -= dlse", "total += dlse", 0, RESULT),
-            ("if (!there || lane != 0u) return;", "if (lane != 0u) return;", 0, RESULT),
-            ("stats[p.delta_at + index]", "stats[p.delta_at + index + 1u]", 0, RESULT),
+            ("if (!there || lane != 0u) return;", "if (lane != 0u) return;", 0, BOUNDS),
+            ("stats[p.delta_at + index]", "stats[p.delta_at + index + 1u]", 0, BOUNDS),
         ],
     );
     noticed_in(
@@ -321,7 +334,7 @@ fn mistakes_in_the_gradient_kernels_are_noticed() {
             ("const float d_post = keep ?", "const float d_post = true ?", 0, RESULT),
             ("tiles + AREA_1, v_rows", "tiles, v_rows", 0, RESULT),
             ("chunk, HEAD_DIM, p.scale", "chunk, HEAD_DIM, 1.0f", 0, RESULT),
-            ("if (at >= p.q_len) continue;", "", 0, RESULT),
+            ("if (at >= p.q_len) continue;", "", 0, BOUNDS),
             ("if (keep && kind != FULL)", "if (keep && kind == FULL)", 0, RESULT),
         ],
     );
@@ -337,7 +350,7 @@ fn mistakes_in_the_gradient_kernels_are_noticed() {
             ("+ q_offset_of(ctx, b);\n            const Row", ";\n            const Row", 0, RESULT),
             ("dp[r][i / 2u].thread_elements()[i % 2u] = ds;", "", 1, RESULT),
             ("dv, s, tiles + AREA_1", "dv, s, tiles", 0, RESULT),
-            ("if (at >= p.kv_len) continue;", "", 0, RESULT),
+            ("if (at >= p.kv_len) continue;", "", 0, RACE),
             ("h < (kv_head + 1u) * p.group", "h < kv_head * p.group", 0, RESULT),
         ],
     );
