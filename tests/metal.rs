@@ -184,6 +184,24 @@ fn goldens_agree_whatever_the_hardware_leaves_open() {
     }
 }
 
+/// NaN and infinity where the mask drops a pair, or where the block mask has none: they stay out although
+/// Metal's default mode may assume that there are none.
+#[test]
+fn what_is_masked_stays_out_in_fast_mode() {
+    let names =
+        ["poison_log", "poison_nan_bias", "poison_reciprocal", "neginf_bias", "all_masked", "padded_causal"];
+    for loader in Loader::ALL {
+        let Some(emulator) = emulator(loader) else { return };
+        let emulator = emulator.with_math(Math::Fast);
+        for (name, dtype) in names.iter().flat_map(|name| [(name, DType::F16), (name, DType::F32)]) {
+            let golden = Golden::shipped(name).unwrap();
+            assert!(golden.values("out").unwrap().iter().all(|x| x.is_finite()), "{name}");
+            let failures = golden_failures(&golden, &emulator, dtype);
+            assert!(failures.is_empty(), "{} {dtype}: {}", loader.name(), failures.join("\n"));
+        }
+    }
+}
+
 // ---- costs: the bars, next to which docs/metal-counters.md has those of other kernels ---------------
 
 fn forward(
@@ -248,6 +266,29 @@ fn the_slope_of_alibi_is_read_once_per_row() {
         // Each of the 4 lanes that hold a row reads it.
         assert_eq!(alibi.record.counters.device_read - plain.record.counters.device_read, 512 * 4 * 4);
         assert_eq!(alibi.record.counters.transcendentals, plain.record.counters.transcendentals);
+    }
+}
+
+/// The plan's own launches, both passes together: each byte of k and v once per kv head, whatever the number of
+/// query heads on it; and nothing is reduced key by key.
+#[test]
+fn decoding_reads_keys_and_values_once_per_kv_head() {
+    for loader in Loader::ALL {
+        let Some(_) = emulator(loader) else { return };
+        for (dtype, head_dim) in [(DType::F16, 128), (DType::F16, 64), (DType::BF16, 128), (DType::F32, 128)]
+        {
+            let case = Case::decode(Kernels::Msl(loader), dtype, 4096, head_dim);
+            let passes = case.measure().unwrap_or_else(|error| panic!("{error}"));
+            let entries: Vec<&str> = passes.iter().map(|pass| pass.record.entry).collect();
+            assert_eq!(entries, ["split", "combine"]);
+            let read = passes.iter().map(Measurement::device_read).sum::<u64>() as f64;
+            let reductions = passes.iter().map(|pass| pass.record.counters.reductions).sum::<u64>() as f64;
+            let name = format!("{} {dtype} {head_dim}", loader.name());
+            assert!(read <= 1.05 * case.kv_bytes() as f64, "{name}: {}", read / case.kv_bytes() as f64);
+            assert!(reductions <= 1.1 * passes[0].kept as f64, "{name}: {reductions}");
+            // Far below that bar: rows are reduced by shuffles within a fragment, and parts once per head.
+            assert!(reductions <= 0.001 * passes[0].kept as f64, "{name}: {reductions}");
+        }
     }
 }
 
@@ -455,6 +496,11 @@ fn head_dim_512_runs_the_metal_kernel() {
         let records = emulator.take_records();
         assert!(records.iter().all(|record| record.counters.mma > 0), "{records:?}");
     });
+    for loader in Loader::ALL {
+        let Some(_) = emulator(loader) else { return };
+        let case = Case::square(Kernels::Msl(loader), DType::F16, 40, 512);
+        case.measure().unwrap_or_else(|error| panic!("{error}"));
+    }
 }
 
 /// mlx 2096: NaN from an additive mask that is broadcast over heads and queries.
@@ -503,6 +549,13 @@ fn grouped_heads_with_a_rectangular_mask_are_finite() {
         );
         assert!(out.iter().all(|x| x.is_finite()));
     });
+    for loader in Loader::ALL {
+        let Some(_) = emulator(loader) else { return };
+        let mask = MaskMod::new(|i| ((i.q() + i.kv() + i.head()) % 3).eq(0));
+        let square = Case::square(Kernels::Msl(loader), DType::F16, 45, 32);
+        let case = Case { q_heads: 8, kv_heads: 2, q_len: 17, mask: Some(mask), ..square };
+        case.measure().unwrap_or_else(|error| panic!("{error}"));
+    }
 }
 
 /// candle 3625: causal and a mask applied twice give NaN at some lengths.
@@ -531,9 +584,13 @@ fn keys_past_kv_len_are_never_read() {
         k[45 * 64..].fill(f32::NAN);
         let shapes = |k| [(&q[..], [1, 1, 35, 64]), (k, [1, 1, 100, 64]), (k, [1, 1, 100, 64])];
         let attention = Attention::new().kv_len(45);
-        let poisoned = attend(emulator, attention.clone(), DType::F16, shapes(&k));
-        assert!(poisoned.0.iter().all(|x| x.is_finite()));
-        assert_eq!(poisoned, attend(emulator, attention, DType::F16, shapes(&clean)));
+        // Also where the compiler may assume that there is no NaN.
+        for math in [Math::Precise, Math::Fast] {
+            let emulator = emulator.clone().with_math(math).with_all_schedules();
+            let poisoned = attend(&emulator, attention.clone(), DType::F16, shapes(&k));
+            assert!(poisoned.0.iter().all(|x| x.is_finite()), "{math:?}");
+            assert_eq!(poisoned, attend(&emulator, attention.clone(), DType::F16, shapes(&clean)));
+        }
     });
 }
 

@@ -28,10 +28,9 @@ struct Counters {
   uint64_t read_of[32], written_of[32];
 };
 struct Report { uint32_t kind, space, line, other_line, thread, other_thread, group, op, reached, expected, write, binding; int64_t offset; uint64_t count; };
-struct Range { uintptr_t begin, end; uint32_t memory, writable; };       // one bound buffer
-struct Memory { uintptr_t begin, end; uint32_t writable, binding; };     // one allocation, bound once or more
+struct Range { uintptr_t begin, end; uint32_t memory, writable, binding; };   // one bound buffer
+struct Memory { uintptr_t begin, end; uint32_t writable; };                  // one allocation, bound once or more
 struct Launch {
-  void* buffer[32];
   const Range* ranges; uint32_t range_count; const Memory* memories; uint32_t memory_count;
   uint32_t grid[3], size[3], entry, schedule, perturb_exp2, mma_order, count_unique;
   uint64_t budget;
@@ -76,6 +75,9 @@ static uint64_t events;
 // Epochs of happens-before: one per kind of memory, for the threadgroup and for each simdgroup. They
 // advance only by a barrier that names the memory; they never go back, so cells need no clearing.
 static uint32_t epoch[4], simd_epoch[4][SIMD];
+// What a kernel has of a buffer is no address: its binding in the high bits, and a place in a window of its
+// own, wide enough that no index leads from one buffer into another. Accesses are announced with it.
+static const int WINDOW = 40; static uintptr_t window[32]; static const Range* bound[32];
 static Cell* threadgroup_cells; static Cell* device_cells[32]; static uint32_t* stamps[32];
 
 #if defined(__x86_64__)
@@ -319,40 +321,34 @@ static void shadow(Space space, Cell* cells, uintptr_t base, uintptr_t p, uint32
     else note_write(space, cells[i], line, p - base, binding, kind == ATOMIC);
   }
 }
-static void outside(Space space, uint32_t line, uintptr_t p, Kind kind) {
-  Report r = {OUT_OF_BOUNDS, (uint32_t)space, line}; r.write = kind != READ;
-  intptr_t nearest = INTPTR_MAX;   // say how far from which buffer
-  if (space == THREADGROUP) r.offset = p - (uintptr_t)__start_tgmem;
-  else for (uint32_t i = 0; i < launch->memory_count; i++) {
-    const Memory& m = launch->memories[i];
-    intptr_t distance = p < m.begin ? m.begin - p : p >= m.end ? p - m.end : 0;
-    if (distance < nearest) { nearest = distance; r.offset = p - m.begin; r.binding = m.binding; }
-  }
+static void outside(Space space, uint32_t line, int64_t offset, uint32_t binding, Kind kind) {
+  Report r = {OUT_OF_BOUNDS, (uint32_t)space, line}; r.write = kind != READ; r.offset = offset; r.binding = binding;
   fatal(r);
 }
-static void access_device(uintptr_t p, uint32_t size, uint32_t line, Kind kind, Space space) {
-  static uint32_t last;
+// The address that a place in a window stands for.
+static uintptr_t access_device(uintptr_t place, uint32_t size, uint32_t line, Kind kind, Space space) {
   spend();
-  const Range* r = launch->ranges; uint32_t n = launch->range_count;
-  if (last >= n || p < r[last].begin || p + size > r[last].end) {
-    for (last = 0; last < n && (p < r[last].begin || p + size > r[last].end); last++) {}
-    if (last == n) { outside(space, line, p, kind); return; }
-  }
-  const Memory& m = launch->memories[r[last].memory];
-  if (kind != READ && !m.writable) { Report e = {READ_ONLY, (uint32_t)space, line}; e.binding = m.binding; e.offset = p - m.begin; fatal(e); }
-  if (space == CONSTANT) { count->constant_read += size; return; }
-  if (kind != WRITE) { count->device_read += size; count->read_of[m.binding] += size; }
-  if (kind != READ) { count->device_write += size; count->written_of[m.binding] += size; }
-  uint32_t* seen = stamps[r[last].memory];
+  uintptr_t b = (place >> WINDOW) - 1;
+  if (b >= 32 || !bound[b]) outside(space, line, (int64_t)place, ~0u, kind);   // from no buffer at all
+  const Range& r = *bound[b]; int64_t offset = (int64_t)(place - window[b]);
+  if (offset < 0 || offset + size > r.end - r.begin) outside(space, line, offset, b, kind);
+  uintptr_t p = r.begin + offset;
+  const Memory& m = launch->memories[r.memory];
+  if (kind != READ && !r.writable) { Report e = {READ_ONLY, (uint32_t)space, line}; e.binding = b; e.offset = offset; fatal(e); }
+  if (space == CONSTANT) { count->constant_read += size; return p; }
+  if (kind != WRITE) { count->device_read += size; count->read_of[b] += size; }
+  if (kind != READ) { count->device_write += size; count->written_of[b] += size; }
+  uint32_t* seen = stamps[r.memory];
   if (seen && kind != WRITE)
     for (uintptr_t i = p - m.begin; i < p - m.begin + size; i++) if (seen[i] != group) { seen[i] = group; count->device_unique++; }
-  if (m.writable) shadow(DEVICE, device_cells[r[last].memory], m.begin, p, size, line, kind, m.binding);
+  if (m.writable) shadow(DEVICE, device_cells[r.memory], m.begin, p, size, line, kind, b);
+  return p;
 }
 static void access_threadgroup(uintptr_t p, uint32_t size, uint32_t line, Kind kind) {
   spend();
   const emu_variable* v = emu_variables;
   while (v->bytes && (p < v->begin || p + size > v->begin + v->bytes)) v++;
-  if (!v->bytes) { outside(THREADGROUP, line, p, kind); return; }
+  if (!v->bytes) { outside(THREADGROUP, line, p - (uintptr_t)__start_tgmem, 0, kind); return; }
   if (kind != WRITE) count->threadgroup_read += size;
   if (kind != READ) count->threadgroup_write += size;
   shadow(THREADGROUP, threadgroup_cells, (uintptr_t)__start_tgmem, p, size, line, kind, 0);
@@ -360,19 +356,24 @@ static void access_threadgroup(uintptr_t p, uint32_t size, uint32_t line, Kind k
 static void check_alignment(uintptr_t p, uint32_t align, uint32_t line, uint32_t space) {
   if (p & (align - 1)) { Report r = {MISALIGNED, space, line}; r.offset = (int64_t)(p & 0xfff); r.expected = align; fatal(r); }
 }
-// Called by the instrumented kernel before each access: size and alignment in bytes, the kernel's line.
-extern "C" void emu_read(uintptr_t p, uint32_t size, uint32_t align, uint32_t line, uint32_t space) {
-  if (space == THREADGROUP) access_threadgroup(p, size, line, READ); else access_device(p, size, line, READ, (Space)space);
+// Called by the instrumented kernel before each access: size and alignment in bytes, the kernel's line. The
+// address at which to make it.
+static uintptr_t announced(uintptr_t p, uint32_t size, uint32_t align, uint32_t line, uint32_t space, Kind kind) {
+  uintptr_t real = p;
+  if (space == THREADGROUP) access_threadgroup(p, size, line, kind); else real = access_device(p, size, line, kind, (Space)space);
   check_alignment(p, align, line, space);
+  return real;
 }
-extern "C" void emu_write(uintptr_t p, uint32_t size, uint32_t align, uint32_t line, uint32_t space) {
-  if (space == THREADGROUP) access_threadgroup(p, size, line, WRITE); else access_device(p, size, line, WRITE, (Space)space);
-  check_alignment(p, align, line, space);
+extern "C" uintptr_t emu_read(uintptr_t p, uint32_t size, uint32_t align, uint32_t line, uint32_t space) {
+  return announced(p, size, align, line, space, READ);
+}
+extern "C" uintptr_t emu_write(uintptr_t p, uint32_t size, uint32_t align, uint32_t line, uint32_t space) {
+  return announced(p, size, align, line, space, WRITE);
 }
 extern "C" uint32_t emu_atomic(uintptr_t p, int op, uint32_t value, uint32_t expected, int space) {
   check_alignment(p, 4, emu_line, space);
   // An atomic load too: it may meet other atomics in any order, but no plain write.
-  if (space == THREADGROUP) access_threadgroup(p, 4, emu_line, ATOMIC); else access_device(p, 4, emu_line, ATOMIC, DEVICE);
+  if (space == THREADGROUP) access_threadgroup(p, 4, emu_line, ATOMIC); else p = access_device(p, 4, emu_line, ATOMIC, DEVICE);
   uint32_t* w = (uint32_t*)p; uint32_t old = *w; int32_t a = (int32_t)old, b = (int32_t)value;
   switch (op) {
     case 1: case 11: *w = value; break;
@@ -459,8 +460,15 @@ extern "C" __attribute__((visibility("default"))) int emu_launch(Launch* l) {
     device_cells[i] = m.writable ? (Cell*)calloc((n >> emu_cell_shift) + 1, sizeof(Cell)) : 0;
     stamps[i] = l->count_unique ? (uint32_t*)calloc(n + 1, sizeof(uint32_t)) : 0;
   }
+  void* buffer[32] = {}; memset(bound, 0, sizeof bound);
+  for (uint32_t i = 0; i < l->range_count; i++) {
+    const Range& r = l->ranges[i]; uint32_t b = r.binding; bound[b] = &r;
+    // Alignment is that of the memory.
+    window[b] = ((uintptr_t)(b + 1) << WINDOW) + ((uintptr_t)1 << (WINDOW - 1)) + (r.begin & 4095);
+    buffer[b] = (void*)window[b];
+  }
   for (uint32_t i = 0; i < threads; i++) {
-    emu_arguments& a = arguments[i]; memcpy(a.buffer, l->buffer, sizeof a.buffer);
+    emu_arguments& a = arguments[i]; memcpy(a.buffer, buffer, sizeof buffer);
     memcpy(a.grid, l->grid, sizeof a.grid); memcpy(a.size, l->size, sizeof a.size);
     a.local[0] = i % l->size[0]; a.local[1] = i / l->size[0] % l->size[1]; a.local[2] = i / l->size[0] / l->size[1];
     a.index = i; a.lane = i % SIMD; a.simdgroup = i / SIMD;

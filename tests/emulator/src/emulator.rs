@@ -8,7 +8,7 @@ use flexattn::kernels::{KernelSpec, Language, Loader};
 use flexattn::{Dispatch, Error, Limits, Matrices, Profile, Result, Runtime, Tier, Usage};
 
 use crate::compile::{Kernel, Math, clang};
-use crate::launch::{Bound, Counters, Memory, Options, Outcome, Schedule};
+use crate::launch::{Bound, Counters, Memory, Options, Outcome, Report, Schedule};
 use crate::wgsl::{SIZES, Translated, translate};
 
 /// A Metal GPU that is not there: runs the kernels of `flexattn` from their MSL text.
@@ -55,6 +55,7 @@ impl Mutation {
 struct Shared {
     options: Mutex<Options>,
     log: Mutex<Vec<Record>>,
+    reports: Mutex<Vec<Report>>,
     kernels: Mutex<HashMap<u128, Arc<Compiled>>>,
 }
 
@@ -160,6 +161,11 @@ impl Emulator {
         std::mem::take(&mut lock(&self.shared.log))
     }
 
+    /// What the dispatch that failed last was reported for, and earlier ones since the last call.
+    pub fn take_reports(&self) -> Vec<Report> {
+        std::mem::take(&mut lock(&self.shared.reports))
+    }
+
     fn compiled(&self, spec: &KernelSpec) -> Result<Arc<Compiled>> {
         if let Some(compiled) = lock(&self.shared.kernels).get(&spec.key()) {
             return Ok(compiled.clone());
@@ -252,6 +258,7 @@ impl Runtime for Emulator {
             let outcome = self.launch(dispatch)?;
             if let Some(report) = outcome.reports.first() {
                 let more = outcome.reports.len() - 1;
+                lock(&self.shared.reports).extend_from_slice(&outcome.reports);
                 return Err(Error::compile(
                     dispatch.spec.label(),
                     format!("{report} (and {more} more reports)"),

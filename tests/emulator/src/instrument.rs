@@ -1,8 +1,9 @@
 //! Makes a compiled kernel tell the runtime what it does.
 //!
 //! Works on LLVM's text form after optimisation: before each load and store in a GPU address space it
-//! puts a call with the address, the size and the kernel's line; before each runtime call, the line;
-//! into each block, the number of float operations and conversions in it. Address spaces are in the
+//! puts a call with the address, the size and the kernel's line, which gives the address to use (what a
+//! kernel has of a buffer is a place in a window of its own); before each runtime call, the line; into
+//! each block, the number of float operations and conversions in it. Address spaces are in the
 //! types, so accesses to a thread's own memory cost nothing and nothing is missed: what this pass
 //! does not understand is an error.
 
@@ -37,7 +38,7 @@ pub(crate) fn instrument(ir: &str, kernel: &str) -> Result<Instrumented, String>
                     let gap = shared.len();
                     let _ = writeln!(
                         pass.out,
-                        "@emu_gap_{gap} = internal addrspace(3) global [64 x i8] zeroinitializer, section \"tgmem\", align 64"
+                        "@emu_gap_{gap} = internal addrspace(3) global [4096 x i8] zeroinitializer, section \"tgmem\", align 64"
                     );
                     shared.push(variable);
                 } else {
@@ -77,8 +78,8 @@ pub(crate) fn instrument(ir: &str, kernel: &str) -> Result<Instrumented, String>
         "@emu_variables = hidden constant [{} x {{ i64, i64 }}] [{table}{{ i64, i64 }} zeroinitializer]",
         shared.len() + 1
     );
-    pass.push("declare void @emu_read(i64, i32, i32, i32, i32)");
-    pass.push("declare void @emu_write(i64, i32, i32, i32, i32)");
+    pass.push("declare i64 @emu_read(i64, i32, i32, i32, i32)");
+    pass.push("declare i64 @emu_write(i64, i32, i32, i32, i32)");
     Ok(Instrumented { text: pass.out, shared })
 }
 
@@ -143,10 +144,14 @@ impl Pass {
         count(operation, block);
         let at = self.lines.of(text);
         let opcode = operation.split(' ').next().unwrap_or_default();
+        let mut line = line.to_owned();
         match opcode {
             "load" | "store" => {
                 if let Some(access) = Access::parse(operation)? {
-                    self.announce(block, &access, opcode == "store", at);
+                    let real = self.announce(block, &access, opcode == "store", at);
+                    let pointer = line.rfind("ptr addrspace(").unwrap_or(0);
+                    let renamed = line[pointer..].replacen(&access.operand, &real, 1);
+                    line.replace_range(pointer.., &renamed);
                 }
             }
             "atomicrmw" | "cmpxchg" => {
@@ -155,14 +160,15 @@ impl Pass {
             "addrspacecast" if operation.starts_with("addrspacecast ptr addrspace(") => {
                 return Err(format!("a pointer loses its address space: {text}"));
             }
-            "call" => self.call(block, operation, at)?,
+            "call" => line = self.call(block, &line, operation, at)?,
             _ => {}
         }
         let _ = writeln!(block.rest, "{line}");
         Ok(())
     }
 
-    fn call(&mut self, block: &mut Block, operation: &str, at: u32) -> Result<(), String> {
+    /// The line to stand for a call.
+    fn call(&mut self, block: &mut Block, line: &str, operation: &str, at: u32) -> Result<String, String> {
         if operation.contains("@emu_")
             && !operation.contains("@emu_matrix_row")
             && !operation.contains("@emu_matrix_col")
@@ -171,8 +177,9 @@ impl Pass {
         }
         let moves = ["@llvm.memcpy.", "@llvm.memmove.", "@llvm.memset."];
         let Some(name) = moves.iter().find(|name| operation.contains(**name)) else {
-            return Ok(());
+            return Ok(line.to_owned());
         };
+        let mut line = line.to_owned();
         let Some(arguments) = operation.find(name).and_then(|start| arguments(&operation[start..])) else {
             return Err(format!("a copy that cannot be read: {operation}"));
         };
@@ -187,20 +194,28 @@ impl Pass {
                 return Err(format!("a copy of unknown size: {operation}"));
             };
             let access = Access { space, operand: operand.to_owned(), size, align: 1 };
-            self.announce(block, &access, i == 0, at);
+            let real = self.announce(block, &access, i == 0, at);
+            line = line.replacen(argument, &argument.replacen(operand, &real, 1), 1);
         }
-        Ok(())
+        Ok(line)
     }
 
-    fn announce(&mut self, block: &mut Block, access: &Access, write: bool, at: u32) {
+    /// Announces an access; the operand with which to make it.
+    fn announce(&mut self, block: &mut Block, access: &Access, write: bool, at: u32) -> String {
         let n = self.fresh();
         let Access { space, operand, size, align } = access;
         self.bytes |= *size == 1 && *space != 2;
         let name = if write { "emu_write" } else { "emu_read" };
         let _ = writeln!(
             block.rest,
-            "  %emu.p{n} = ptrtoint ptr addrspace({space}) {operand} to i64\n  call void @{name}(i64 %emu.p{n}, i32 {size}, i32 {align}, i32 {at}, i32 {space})"
+            "  %emu.p{n} = ptrtoint ptr addrspace({space}) {operand} to i64\n  %emu.q{n} = call i64 @{name}(i64 %emu.p{n}, i32 {size}, i32 {align}, i32 {at}, i32 {space})"
         );
+        // Threadgroup arrays are where they seem to be.
+        if *space == 3 {
+            return operand.clone();
+        }
+        let _ = writeln!(block.rest, "  %emu.r{n} = inttoptr i64 %emu.q{n} to ptr addrspace({space})");
+        format!("%emu.r{n}")
     }
 }
 

@@ -7,9 +7,6 @@ use flexattn::{Error, Result};
 
 use crate::compile::Kernel;
 
-/// Bytes before and after each memory that belong to nobody.
-const RED_ZONE: usize = 4096;
-
 /// Memory that kernels read and write, a handle to it: an `MTLBuffer`.
 #[derive(Clone)]
 pub struct Memory {
@@ -34,7 +31,7 @@ impl PartialEq for Memory {
 impl Memory {
     /// Zeros.
     pub fn new(bytes: usize) -> Self {
-        let words = (bytes + 2 * RED_ZONE).div_ceil(16);
+        let words = bytes.div_ceil(16);
         Self { words: Arc::new(Mutex::new(vec![0; words].into())), bytes }
     }
 
@@ -66,7 +63,7 @@ impl Memory {
             bytes.len(),
             self.bytes
         );
-        bytemuck_bytes(&mut self.lock())[RED_ZONE + offset..][..bytes.len()].copy_from_slice(bytes);
+        bytemuck_bytes(&mut self.lock())[offset..][..bytes.len()].copy_from_slice(bytes);
     }
 
     /// A copy of `bytes` bytes from `offset` on.
@@ -76,7 +73,7 @@ impl Memory {
     /// Past the end.
     pub fn read(&self, offset: usize, bytes: usize) -> Vec<u8> {
         assert!(offset + bytes <= self.bytes, "read of {bytes} bytes at {offset} of {}", self.bytes);
-        bytemuck_bytes(&mut self.lock())[RED_ZONE + offset..][..bytes].to_vec()
+        bytemuck_bytes(&mut self.lock())[offset..][..bytes].to_vec()
     }
 }
 
@@ -169,7 +166,7 @@ macro_rules! counters {
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         pub struct Counters {
             $($(#[doc = $doc])+ pub $name: u64,)+
-            /// Device bytes read per buffer index (the lowest index where one memory is bound twice).
+            /// Device bytes read per buffer index.
             pub read_of: [u64; 32],
             /// Device bytes written per buffer index.
             pub written_of: [u64; 32],
@@ -240,7 +237,7 @@ counters! {
 /// What is wrong with a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Problem {
-    /// An access outside every bound buffer, or outside every threadgroup array.
+    /// An access outside the buffer that its pointer came from, or outside every threadgroup array.
     OutOfBounds,
     /// Two accesses to the same bytes, one a write, that no barrier orders.
     Race,
@@ -313,6 +310,7 @@ struct RawRange {
     end: usize,
     memory: u32,
     writable: u32,
+    binding: u32,
 }
 
 #[repr(C)]
@@ -321,12 +319,10 @@ struct RawMemory {
     begin: usize,
     end: usize,
     writable: u32,
-    binding: u32,
 }
 
 #[repr(C)]
 struct RawLaunch {
-    buffer: [*mut u8; 32],
     ranges: *const RawRange,
     range_count: u32,
     memories: *const RawMemory,
@@ -380,25 +376,23 @@ impl Kernel {
 
         let mut raw_memories = Vec::new();
         for (memory, guard) in memories.iter().zip(&mut guards) {
-            let begin = bytemuck_bytes(guard)[RED_ZONE..].as_mut_ptr().addr();
-            let bindings = || bound.iter().filter(|bound| Arc::ptr_eq(&bound.memory.words, &memory.words));
+            let begin = bytemuck_bytes(guard).as_mut_ptr().addr();
+            let mut bindings = bound.iter().filter(|bound| Arc::ptr_eq(&bound.memory.words, &memory.words));
             raw_memories.push(RawMemory {
                 begin,
                 end: begin + memory.bytes,
-                writable: bindings().any(|bound| writes.contains(&bound.index)).into(),
-                binding: bindings().map(|bound| bound.index).min().unwrap_or(0),
+                writable: bindings.any(|bound| writes.contains(&bound.index)).into(),
             });
         }
-        let mut buffer = [std::ptr::null_mut(); 32];
         let mut ranges = Vec::new();
         for bound in bound {
             let memory = memories
                 .iter()
                 .position(|memory| Arc::ptr_eq(&memory.words, &bound.memory.words))
                 .unwrap_or(0);
-            let slot = buffer.get_mut(bound.index as usize).filter(|_| bound.index < 31);
-            let slot =
-                slot.ok_or_else(|| Error::buffer(format!("buffer index {} is over 30", bound.index)))?;
+            if bound.index > 30 {
+                return Err(Error::buffer(format!("buffer index {} is over 30", bound.index)));
+            }
             if bound.offset + bound.size > bound.memory.bytes {
                 return Err(Error::buffer(format!(
                     "buffer {} is bound to bytes {}..{} of a memory of {}",
@@ -408,10 +402,10 @@ impl Kernel {
                     bound.memory.bytes
                 )));
             }
-            *slot = bytemuck_bytes(&mut guards[memory])[RED_ZONE + bound.offset..].as_mut_ptr();
-            let begin = slot.addr();
-            let writable = writes.contains(&bound.index).into();
-            ranges.push(RawRange { begin, end: begin + bound.size, memory: memory as u32, writable });
+            let begin = bytemuck_bytes(&mut guards[memory])[bound.offset..].as_mut_ptr().addr();
+            let (writable, binding) = (writes.contains(&bound.index).into(), bound.index);
+            let memory = memory as u32;
+            ranges.push(RawRange { begin, end: begin + bound.size, memory, writable, binding });
         }
 
         let before: Vec<Box<[u128]>> = if options.schedules.len() > 1 {
@@ -432,7 +426,6 @@ impl Kernel {
             let mut counters = Counters::default();
             let mut reports = [RawReport::default(); 64];
             let mut raw = RawLaunch {
-                buffer,
                 ranges: ranges.as_ptr(),
                 range_count: ranges.len() as u32,
                 memories: raw_memories.as_ptr(),
@@ -513,6 +506,7 @@ impl Kernel {
         let at = |line: u32| format!("line {line} `{}`", self.line(line));
         let place = match raw.space {
             3 => format!("byte {} of threadgroup memory", raw.offset),
+            _ if raw.binding == u32::MAX => "an address that came from no buffer".to_owned(),
             _ => format!("byte {} of buffer {}", raw.offset, raw.binding),
         };
         let who = format!("thread {} of threadgroup {}", raw.thread, raw.group);
@@ -527,7 +521,7 @@ impl Kernel {
         ][raw.op as usize % 7];
         let message = match problem {
             Problem::OutOfBounds => {
-                format!("{space} {access} outside every bound buffer at {}: {place}, {who}", at(raw.line))
+                format!("{space} {access} out of bounds at {}: {place}, {who}", at(raw.line))
             }
             Problem::Race => {
                 let other = if raw.other_thread == u32::MAX { "a reader" } else { "a writer" };

@@ -22,7 +22,7 @@
 //! assert_eq!(x.read(4, 4), 4.0f32.to_le_bytes());
 //! // One threadgroup more is two threads too many.
 //! let outcome = kernel.launch("twice", &[Bound::whole(0, &x)], [3, 1, 1], [2, 1, 1], &Options::default())?;
-//! assert!(outcome.reports[0].to_string().starts_with("device read outside every bound buffer at line 2"));
+//! assert!(outcome.reports[0].to_string().starts_with("device read out of bounds at line 2"));
 //! # Ok(())
 //! # }
 //! ```

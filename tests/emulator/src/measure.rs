@@ -98,6 +98,17 @@ impl Case {
         }
     }
 
+    /// A step of decoding: one query of 8 heads on 2 key heads, the last of `kv_len` positions.
+    pub fn decode(kernels: Kernels, dtype: DType, kv_len: usize, head_dim: usize) -> Self {
+        let square = Self::square(kernels, dtype, kv_len, head_dim);
+        Self { q_heads: 8, kv_heads: 2, q_len: 1, q_offset: kv_len as i32 - 1, ..square }
+    }
+
+    /// Bytes of k and of v, which every key head's queries share.
+    pub fn kv_bytes(&self) -> u64 {
+        (2 * self.kv_heads * self.kv_len * self.head_dim * self.dtype.size()) as u64
+    }
+
     /// Runs it, checks out against the reference, and gives what each dispatch did.
     ///
     /// # Errors

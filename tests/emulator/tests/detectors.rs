@@ -1,6 +1,6 @@
 //! Small kernels with one mistake each, and the same without: what the emulator must and must not say.
 
-use flexattn_emulator::{Bound, Kernel, Memory, Options, Outcome, Problem, Schedule, clang};
+use flexattn_emulator::{Bound, Kernel, Memory, MmaOrder, Options, Outcome, Problem, Schedule, clang};
 
 const HEAD: &str = "#include <metal_stdlib>\nusing namespace metal;\n";
 
@@ -16,6 +16,11 @@ fn read(memory: &Memory) -> Vec<f32> {
 /// Runs `body` as the body of a kernel over `device float* x` (buffer 0) and `device const float* y`
 /// (buffer 1), 64 floats each, in all schedules.
 fn run(body: &str, groups: u32, threads: u32) -> Option<(Outcome, Vec<f32>)> {
+    run_with(body, groups, threads, Options::default())
+}
+
+/// The same with options of its own.
+fn run_with(body: &str, groups: u32, threads: u32, options: Options) -> Option<(Outcome, Vec<f32>)> {
     if let Err(error) = clang() {
         eprintln!("skipped: {error}");
         return None;
@@ -27,7 +32,7 @@ fn run(body: &str, groups: u32, threads: u32) -> Option<(Outcome, Vec<f32>)> {
     );
     let kernel = Kernel::compile(&text).unwrap_or_else(|error| panic!("{error}"));
     let (x, y) = (floats(&[0.0; 64]), floats(&std::array::from_fn::<f32, 64, _>(|i| i as f32)));
-    let options = Options { schedules: Schedule::ALL.to_vec(), budget: 1_000_000, ..Options::default() };
+    let options = Options { schedules: Schedule::ALL.to_vec(), budget: 1_000_000, ..options };
     let bound = [Bound::whole(0, &x), Bound::whole(1, &y)];
     let outcome = kernel.launch("f", &bound, [groups, 1, 1], [threads, 1, 1], &options).unwrap();
     Some((outcome, read(&x)))
@@ -57,6 +62,41 @@ fn read_past_a_buffer_is_found() {
 #[test]
 fn write_before_a_buffer_is_found() {
     finds("x[int(i) - 1] = 1.0;", 1, 32, Problem::OutOfBounds, 6);
+}
+
+/// Both ways, near and far, in one allocation or in two: what lies there is never reached.
+#[test]
+fn an_index_that_leads_into_another_buffer_is_found() {
+    if let Err(error) = clang() {
+        eprintln!("skipped: {error}");
+        return;
+    }
+    let kernel = Kernel::compile(&format!(
+        "{HEAD}kernel void f(device float* x [[buffer(0)]], device float* y [[buffer(1)]],\n\
+         constant int& by [[buffer(2)]], uint i [[thread_position_in_grid]]) {{\n\
+         x[i] = 1.0;\n\
+         y[int(i) + by] = 2.0;\n}}\n"
+    ));
+    let kernel = kernel.unwrap_or_else(|error| panic!("{error}"));
+    let (together, alone) = (floats(&[0.0; 96]), floats(&[0.0; 32]));
+    let part = |index, at: usize| Bound { index, memory: together.clone(), offset: 128 * at, size: 128 };
+    // The pieces of one allocation that two buffers may be: 32 floats each, y in the middle.
+    let halves = [part(0, 0), part(1, 1)];
+    let two = [Bound::whole(0, &together), Bound::whole(1, &alone)];
+    for (bound, by) in halves.iter().map(|_| &halves).zip([-32, 32]).chain([(&two, -64), (&two, 1 << 20)]) {
+        let by = Memory::from_bytes(&i32::to_le_bytes(by));
+        let bound = [bound[0].clone(), bound[1].clone(), Bound::whole(2, &by)];
+        let outcome = kernel.launch("f", &bound, [1, 1, 1], [32, 1, 1], &Options::default()).unwrap();
+        let report = &outcome.reports[0];
+        assert_eq!((report.problem, report.line), (Problem::OutOfBounds, 6), "{report}");
+        assert!(report.to_string().contains("of buffer 1"), "{report}");
+    }
+    let by = Memory::from_bytes(&[0; 4]);
+    let bound = [halves[0].clone(), halves[1].clone(), Bound::whole(2, &by)];
+    let outcome = kernel.launch("f", &bound, [1, 1, 1], [32, 1, 1], &Options::default()).unwrap();
+    assert!(outcome.reports.is_empty(), "{}", outcome.reports[0]);
+    let expected: Vec<f32> = [1.0, 2.0, 0.0].into_iter().flat_map(|x| [x; 32]).collect();
+    assert_eq!(read(&together), expected);
 }
 
 #[test]
@@ -161,6 +201,22 @@ fn atomics_race_with_plain_accesses_only() {
     );
 }
 
+/// Each order of the same additions is a right one, so none of them is reported but for the difference.
+#[test]
+fn results_that_depend_on_the_order_of_atomics_are_found() {
+    let counted = |result: &str| {
+        format!(
+            "device atomic_uint* n = (device atomic_uint*)(x + 63);\n\
+             const uint at = atomic_fetch_add_explicit(n, 1u, memory_order_relaxed);\n{result}"
+        )
+    };
+    finds(&counted("x[i] = float(at);"), 1, 32, Problem::Nondeterministic, 0);
+    finds(&counted("x[at] = y[i];"), 1, 32, Problem::Nondeterministic, 0);
+    // How many there are, and that each got a place, is the same in every order.
+    let x = is_clean(&counted("x[at] = 1.0;"), 1, 32);
+    assert!(x[0].is_nan() || x[..32] == [1.0; 32] && x[63].to_bits() == 32);
+}
+
 #[test]
 fn unwritten_threadgroup_memory_is_found() {
     finds(
@@ -236,6 +292,48 @@ fn matrices_have_apples_lane_layout() {
         32,
     );
     assert!(x[0].is_nan() || (0..64).all(|i| x[i] == i as f32), "{x:?}");
+}
+
+/// Bits as whole numbers: neighbouring floats are one apart.
+fn apart(a: &[f32], b: &[f32]) -> Vec<u32> {
+    a.iter().zip(b).map(|(a, b)| a.to_bits().abs_diff(b.to_bits())).collect()
+}
+
+#[test]
+fn moved_exponentials_move_by_one_or_two_units_in_the_last_place() {
+    for body in ["x[i] = exp2(0.37 * y[i] - 11.0);", "x[i] = exp(0.21 * y[i] - 7.0);"] {
+        let moved = |perturb_exp2| run_with(body, 1, 64, Options { perturb_exp2, ..Options::default() });
+        let Some((_, plain)) = moved(0) else { return };
+        let results: Vec<Vec<f32>> = (1..9).map(|seed| moved(seed).unwrap().1).collect();
+        for (i, result) in results.iter().enumerate() {
+            let by = apart(&plain, result);
+            assert!(by.iter().all(|by| *by <= 2), "{by:?}");
+            let changed = by.iter().filter(|by| **by > 0).count();
+            assert!(changed >= 32 && by.contains(&1) && by.contains(&2), "seed {}: {by:?}", i + 1);
+            // Both ways, the same for equal inputs, another way for each seed.
+            assert!(
+                plain.iter().zip(result).any(|(a, b)| a < b) && plain.iter().zip(result).any(|(a, b)| a > b)
+            );
+            assert_eq!(apart(result, &moved(i as u32 + 1).unwrap().1), [0; 64]);
+            assert!(results[..i].iter().all(|other| other != result));
+        }
+    }
+}
+
+#[test]
+fn each_order_within_a_product_gives_other_bits() {
+    let body = "simdgroup_float8x8 a, b, c = make_filled_simdgroup_matrix<float, 8, 8>(0.1);\n\
+                a.thread_elements() = float2(sin(y[i]), sin(y[i] + 0.5));\n\
+                b.thread_elements() = float2(cos(1.7 * y[i]), cos(1.7 * y[i] + 0.5));\n\
+                simdgroup_multiply_accumulate(c, a, b, c);\n\
+                x[2 * i] = c.thread_elements()[0];\nx[2 * i + 1] = c.thread_elements()[1];";
+    let ordered = |mma_order| run_with(body, 1, 32, Options { mma_order, ..Options::default() });
+    let Some((_, forward)) = ordered(MmaOrder::Forward) else { return };
+    let others = [MmaOrder::Reverse, MmaOrder::Pairwise].map(|order| ordered(order).unwrap().1);
+    for (one, other) in [(&forward, &others[0]), (&forward, &others[1]), (&others[0], &others[1])] {
+        assert!(apart(one, other).iter().any(|by| *by > 0));
+        assert!(one.iter().zip(other).all(|(a, b)| (a - b).abs() < 1e-6), "{one:?} {other:?}");
+    }
 }
 
 #[test]

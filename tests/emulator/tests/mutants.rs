@@ -1,16 +1,37 @@
-//! Mistakes put into the kernels one by one: every one must be noticed, by a report or by the result.
+//! Mistakes put into the kernels one by one: every one must be noticed by the detector that is named beside it.
 //!
 //! Scheduling fences (`mem_none`) are exempt: without them a kernel is right, and on a GPU slower.
 
 use flexattn::kernels::Loader;
 use flexattn::{DType, MaskMod};
-use flexattn_emulator::{Case, Emulator, Kernels, Mutation, Options, Schedule, clang};
+use flexattn_emulator::{Case, Emulator, Kernels, Mutation, Options, Problem, Schedule, clang};
 
-/// Text, what replaces it, and which of its occurrences that happens to.
-type Mutant = (&'static str, &'static str, usize);
+/// What noticed a mistake.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum By {
+    /// The emulator, which stopped the kernel or went on to its end.
+    Report(Problem),
+    /// The comparison with the reference.
+    Result,
+}
 
-/// Runs `case` with a mistake in the kernel `entry`; what the emulator or the comparison says, or nothing.
-fn notices(case: &Case, loader: Loader, entry: &'static str, (from, to, nth): Mutant) -> Option<String> {
+const RACE: By = By::Report(Problem::Race);
+const BOUNDS: By = By::Report(Problem::OutOfBounds);
+const UNWRITTEN: By = By::Report(Problem::Uninitialised);
+const DIVERGENCE: By = By::Report(Problem::Divergence);
+const RESULT: By = By::Result;
+
+/// Text, what replaces it, which of its occurrences that happens to, and what has to notice.
+type Mutant = (&'static str, &'static str, usize, By);
+
+/// Runs `case` with a mistake in the kernel `entry`; all that notices it, with what it says. A text that does not
+/// compile and a kernel that does not end are no ways to be noticed.
+fn notices(
+    case: &Case,
+    loader: Loader,
+    entry: &'static str,
+    (from, to, nth, _): Mutant,
+) -> Result<Vec<(By, String)>, String> {
     let emulator = Emulator::metal(loader).unwrap();
     let emulator =
         emulator.with_mutation(Mutation { from: from.into(), to: to.into(), nth, entry: Some(entry) });
@@ -21,7 +42,17 @@ fn notices(case: &Case, loader: Loader, entry: &'static str, (from, to, nth): Mu
     });
     let backward = matches!(entry, "delta" | "dq" | "dkv");
     let result = if backward { case.measure_backward_on(&emulator) } else { case.measure_on(&emulator) };
-    result.err().map(|error| error.to_string())
+    let Err(error) = result else { return Ok(Vec::new()) };
+    let error = error.to_string();
+    let reports = emulator.take_reports();
+    if reports.is_empty() {
+        let wrong = error.contains("differs from the reference");
+        return if wrong { Ok(vec![(By::Result, error)]) } else { Err(error) };
+    }
+    if reports.iter().any(|report| report.problem == Problem::Endless) {
+        return Err(error);
+    }
+    Ok(reports.into_iter().map(|report| (By::Report(report.problem), report.to_string())).collect())
 }
 
 /// A problem in which every part of the kernel has work: ragged lengths, a band that passes the last key,
@@ -44,18 +75,32 @@ fn noticed_in(entry: &'static str, case: &Case, loader: Loader, mutants: &[Mutan
     }
     let mut missed = Vec::new();
     for mutant in mutants {
+        let name = format!("{entry} {} {mutant:?}", loader.name());
         match notices(case, loader, entry, *mutant) {
-            None => missed.push(format!("{entry} {}: nobody noticed {mutant:?}", loader.name())),
-            Some(noticed) if noticed.contains("is not there") => missed.push(noticed),
-            Some(noticed) => {
-                println!("{:?} -> {:?}: {}", mutant.0, mutant.1, noticed.lines().next().unwrap_or_default());
-            }
+            Err(error) => missed.push(format!("{name} does not run: {error}")),
+            Ok(noticed) => match noticed.iter().find(|(by, _)| *by == mutant.3) {
+                Some((_, message)) => println!("{name}: {message}"),
+                None => missed.push(format!("{name} is noticed by {noticed:?}")),
+            },
         }
     }
     assert!(missed.is_empty(), "{}", missed.join("\n"));
     // Without a mistake nothing is noticed.
-    let sound = notices(case, loader, entry, ("#define NONE", "#define NONE", 0));
-    assert_eq!(sound, None);
+    let sound = notices(case, loader, entry, ("#define NONE", "#define NONE", 0, RESULT));
+    assert_eq!(sound, Ok(Vec::new()));
+}
+
+/// Otherwise a typing mistake in a mutant would pass for a detector's work.
+#[test]
+fn a_text_that_does_not_compile_is_not_noticed_but_refused() {
+    if let Err(error) = clang() {
+        eprintln!("skipped: {error}");
+        return;
+    }
+    for mutant in [("* ctx.p.scale", "* ctx.p.scales", 0, RESULT), ("no such text", "", 0, RESULT)] {
+        let refused = notices(&case(Loader::Direct, 64), Loader::Direct, "forward", mutant);
+        assert!(refused.is_err(), "{mutant:?}: {refused:?}");
+    }
 }
 
 const BARRIER: &str = "threadgroup_barrier(mem_flags::mem_threadgroup);";
@@ -68,12 +113,12 @@ fn every_barrier_is_needed() {
             Loader::Staged,
             head_dim,
             &[
-                (BARRIER, "", 0),
-                (BARRIER, "", 1),
-                (BARRIER, "threadgroup_barrier(mem_flags::mem_none);", 0),
-                (BARRIER, "threadgroup_barrier(mem_flags::mem_device);", 1),
-                (BARRIER, "simdgroup_barrier(mem_flags::mem_threadgroup);", 0),
-                (BARRIER, "simdgroup_barrier(mem_flags::mem_threadgroup);", 1),
+                (BARRIER, "", 0, RACE),
+                (BARRIER, "", 1, UNWRITTEN),
+                (BARRIER, "threadgroup_barrier(mem_flags::mem_none);", 0, RACE),
+                (BARRIER, "threadgroup_barrier(mem_flags::mem_device);", 1, RACE),
+                (BARRIER, "simdgroup_barrier(mem_flags::mem_threadgroup);", 0, RACE),
+                (BARRIER, "simdgroup_barrier(mem_flags::mem_threadgroup);", 1, RACE),
             ],
         );
     }
@@ -85,17 +130,19 @@ fn a_thread_that_misses_a_barrier_or_a_shuffle_is_noticed() {
         Loader::Staged,
         64,
         &[
-            ("  stage_q(tiles,", "  if (simdgroup == 1u) return;\n  stage_q(tiles,", 0),
-            ("  stage_q(tiles,", "  if (lane == 7u) return;\n  stage_q(tiles,", 0),
+            ("  stage_q(tiles,", "  if (simdgroup == 1u) return;\n  stage_q(tiles,", 0, DIVERGENCE),
+            ("  stage_q(tiles,", "  if (lane == 7u) return;\n  stage_q(tiles,", 0, DIVERGENCE),
             (
                 "    while (next_tile(ctx, walk)) {",
                 "    while (next_tile(ctx, walk)) { if (walk.first == 32u && simdgroup == 0u) continue;",
                 0,
+                DIVERGENCE,
             ),
             (
                 "const float sum = row_sum(online.l[r]);",
                 "if (row0 + queries.own + 8u * r >= p.q_len) continue; const float sum = row_sum(online.l[r]);",
                 0,
+                DIVERGENCE,
             ),
         ],
     );
@@ -108,24 +155,35 @@ fn wrong_indices_in_the_staged_loader_are_noticed() {
         64,
         &[
             // A load that is left out.
-            ("i < count * quads;", "i < count * quads - 1u;", 0),
-            ("i < count * quads;", "i < (count - 1u) * quads;", 0),
+            ("i < count * quads;", "i < count * quads - 1u;", 0, UNWRITTEN),
+            ("i < count * quads;", "i < (count - 1u) * quads;", 0, UNWRITTEN),
             // An index that is shifted, in memory of each kind.
-            ("to[row * (stride / 4u) + quad] = x;", "to[row * (stride / 4u) + quad + 1u] = x;", 0),
+            ("to[row * (stride / 4u) + quad] = x;", "to[row * (stride / 4u) + quad + 1u] = x;", 0, UNWRITTEN),
             (
                 "(threadgroup const Elem*)tile + (8u * j + lane_col(lane)) * STAGE_STRIDE",
                 "(threadgroup const Elem*)tile + (8u * j + lane_col(lane) + 1u) * STAGE_STRIDE",
                 0,
+                BOUNDS,
             ),
-            ("if (first + row < rows.count) x", "x", 0),
-            ("ulong(first + row) * rows.stride, column", "ulong(first + row + 1u) * rows.stride, column", 0),
+            ("if (first + row < rows.count) x", "x", 0, BOUNDS),
+            (
+                "ulong(first + row) * rows.stride, column",
+                "ulong(first + row + 1u) * rows.stride, column",
+                0,
+                BOUNDS,
+            ),
             // Lane maps that are swapped.
-            ("(8u * j + lane_row(lane)) * STAGE_STRIDE", "(8u * j + lane_col(lane)) * STAGE_STRIDE", 0),
-            ("(8 * N) + N * lane_row(lane);", "(8 * N) + N * lane_col(lane);", 0),
+            (
+                "(8u * j + lane_row(lane)) * STAGE_STRIDE",
+                "(8u * j + lane_col(lane)) * STAGE_STRIDE",
+                0,
+                RESULT,
+            ),
+            ("(8 * N) + N * lane_row(lane);", "(8 * N) + N * lane_col(lane);", 0, RESULT),
         ],
     );
     // Without its copy of q, head_dim 128 reads what nobody wrote.
-    all_noticed(Loader::Staged, 128, &[("  stage_q(tiles, q_rows, row0, thread_index);", "", 0)]);
+    all_noticed(Loader::Staged, 128, &[("  stage_q(tiles, q_rows, row0, thread_index);", "", 0, UNWRITTEN)]);
 }
 
 #[test]
@@ -134,10 +192,10 @@ fn wrong_indices_in_the_direct_loader_are_noticed() {
         Loader::Direct,
         64,
         &[
-            ("ulong(min(row, rows.count - 1u))", "ulong(row)", 0),
-            ("row_of(rows, row + 1u), column", "row_of(rows, row), column", 0),
-            ("8u * j + lane_row(lane), column", "8u * j + lane_col(lane), column", 0),
-            ("(8 * N) + N * lane_row(lane);", "(8 * N) + N * lane_col(lane);", 0),
+            ("ulong(min(row, rows.count - 1u))", "ulong(row)", 0, BOUNDS),
+            ("row_of(rows, row + 1u), column", "row_of(rows, row), column", 0, RESULT),
+            ("8u * j + lane_row(lane), column", "8u * j + lane_col(lane), column", 0, RESULT),
+            ("(8 * N) + N * lane_row(lane);", "(8 * N) + N * lane_col(lane);", 0, RESULT),
         ],
     );
 }
@@ -149,22 +207,23 @@ fn wrong_arithmetic_is_noticed() {
             loader,
             64,
             &[
-                ("((lane / 4u) & 4u)", "((lane / 4u) & 2u)", 0),
-                ("simd_shuffle_xor(x, 8)", "simd_shuffle_xor(x, 4)", 0),
-                ("simd_shuffle_xor(x, 1)", "simd_shuffle_xor(x, 2)", 1),
-                ("online.l[r] *= shrink;", "", 0),
-                ("online.m[r] = m;", "", 0),
-                ("masked |= 1u << i;", "", 0),
-                ("column < k.count", "column <= k.count", 0),
-                ("queries.q[r] = int(at)", "queries.q[r] = int(at) + 1", 0),
-                ("if (at >= p.q_len) continue;", "", 0),
+                ("((lane / 4u) & 4u)", "((lane / 4u) & 2u)", 0, RACE),
+                ("simd_shuffle_xor(x, 8)", "simd_shuffle_xor(x, 4)", 0, RESULT),
+                ("simd_shuffle_xor(x, 1)", "simd_shuffle_xor(x, 2)", 1, RESULT),
+                ("online.l[r] *= shrink;", "", 0, RESULT),
+                ("online.m[r] = m;", "", 0, RESULT),
+                ("masked |= 1u << i;", "", 0, RESULT),
+                ("column < k.count", "column <= k.count", 0, RESULT),
+                ("queries.q[r] = int(at)", "queries.q[r] = int(at) + 1", 0, RESULT),
+                ("if (at >= p.q_len) continue;", "", 0, BOUNDS),
                 (
                     "const uint at = min(row0 + queries.own + 8u * r, p.q_len - 1u);",
                     "const uint at = row0 + queries.own + 8u * r;",
                     0,
+                    BOUNDS,
                 ),
-                ("walk.kind = walk.kinds & 3u;", "walk.kind = FULL;", 0),
-                ("* ctx.p.scale", "", 0),
+                ("walk.kind = walk.kinds & 3u;", "walk.kind = FULL;", 0, RESULT),
+                ("* ctx.p.scale", "", 0, RESULT),
             ],
         );
     }
@@ -196,16 +255,21 @@ fn mistakes_in_the_decode_kernels_are_noticed() {
         &case,
         Loader::Staged,
         &[
-            ("kv = part * p.split_len;", "kv = 0u;", 0),
-            ("kv = part * p.split_len;", "kv = part * p.split_len + TILE;", 0),
-            ("ctx.tables[first] <= block) return FULL;", "ctx.tables[first] < block) return FULL;", 0),
-            ("(2u * (tile % 4u)) & 3u", "(2u * (tile % 2u)) & 3u", 0),
-            ("kv_head * p.group + at / p.q_len", "kv_head * p.group + at % p.q_len", 0),
-            ("int(at % p.q_len) + q_offset_of", "int(at / p.q_len) + q_offset_of", 0),
-            ("partial + 1u] = sum;", "partial + 1u] = 1.0f;", 0),
-            ("if (column < V_DIM) partials", "partials", 0),
-            ("if (packed >= rows) continue;", "", 0),
-            ("any == EMPTY", "any != FULL", 0),
+            ("kv = part * p.split_len;", "kv = 0u;", 0, RESULT),
+            ("kv = part * p.split_len;", "kv = part * p.split_len + TILE;", 0, RESULT),
+            (
+                "ctx.tables[first] <= block) return FULL;",
+                "ctx.tables[first] < block) return FULL;",
+                0,
+                RESULT,
+            ),
+            ("(2u * (tile % 4u)) & 3u", "(2u * (tile % 2u)) & 3u", 0, RESULT),
+            ("kv_head * p.group + at / p.q_len", "kv_head * p.group + at % p.q_len", 0, RACE),
+            ("int(at % p.q_len) + q_offset_of", "int(at / p.q_len) + q_offset_of", 0, RESULT),
+            ("partial + 1u] = sum;", "partial + 1u] = 1.0f;", 0, RESULT),
+            ("if (column < V_DIM) partials", "partials", 0, RACE),
+            ("if (packed >= rows) continue;", "", 0, RACE),
+            ("any == EMPTY", "any != FULL", 0, RESULT),
         ],
     );
     noticed_in(
@@ -213,12 +277,12 @@ fn mistakes_in_the_decode_kernels_are_noticed() {
         &case,
         Loader::Staged,
         &[
-            ("weight = exp2(max(", "weight = 1.0f + exp2(max(", 0),
-            ("simd_shuffle(weight, i)", "weight", 0),
-            ("sum = simd_sum(sum);", "", 0),
-            ("sum == 0.0f", "false", 0),
-            ("part0 + lane < p.splits", "true", 0),
-            ("o[column] * w", "o[column + 1u] * w", 0),
+            ("weight = exp2(max(", "weight = 1.0f + exp2(max(", 0, RESULT),
+            ("simd_shuffle(weight, i)", "weight", 0, RESULT),
+            ("sum = simd_sum(sum);", "", 0, RESULT),
+            ("sum == 0.0f", "false", 0, RESULT),
+            ("part0 + lane < p.splits", "true", 0, BOUNDS),
+            ("o[column] * w", "o[column + 1u] * w", 0, RESULT),
         ],
     );
 }
@@ -234,10 +298,10 @@ fn every_barrier_of_the_gradient_kernels_is_needed() {
                 &case(Loader::Staged, head_dim),
                 Loader::Staged,
                 &[
-                    (BARRIER, "", first),
-                    (BARRIER, "", first + 1),
-                    (BARRIER, "threadgroup_barrier(mem_flags::mem_none);", first),
-                    (BARRIER, "simdgroup_barrier(mem_flags::mem_threadgroup);", first + 1),
+                    (BARRIER, "", first, RACE),
+                    (BARRIER, "", first + 1, UNWRITTEN),
+                    (BARRIER, "threadgroup_barrier(mem_flags::mem_none);", first, RACE),
+                    (BARRIER, "simdgroup_barrier(mem_flags::mem_threadgroup);", first + 1, RACE),
                 ],
             );
         }
@@ -252,11 +316,11 @@ fn mistakes_in_the_gradient_kernels_are_noticed() {
         &staged,
         Loader::Staged,
         &[
-            ("lane_sum(sum, 8)", "lane_sum(sum, 4)", 0),
-            ("column += 32u", "column += 64u", 0),
-            ("total -= dlse", "total += dlse", 0),
-            ("if (!there || lane != 0u) return;", "if (lane != 0u) return;", 0),
-            ("stats[p.delta_at + index]", "stats[p.delta_at + index + 1u]", 0),
+            ("lane_sum(sum, 8)", "lane_sum(sum, 4)", 0, RESULT),
+            ("column += 32u", "column += 64u", 0, RESULT),
+            ("total -= dlse", "total += dlse", 0, RESULT),
+            ("if (!there || lane != 0u) return;", "if (lane != 0u) return;", 0, BOUNDS),
+            ("stats[p.delta_at + index]", "stats[p.delta_at + index + 1u]", 0, BOUNDS),
         ],
     );
     noticed_in(
@@ -264,14 +328,14 @@ fn mistakes_in_the_gradient_kernels_are_noticed() {
         &staged,
         Loader::Staged,
         &[
-            ("dp - stat.delta", "dp", 0),
-            ("score - stat.lse", "score", 0),
-            ("dp = d_post == 0.0f", "s = d_post == 0.0f", 0),
-            ("const float d_post = keep ?", "const float d_post = true ?", 0),
-            ("tiles + AREA_1, v_rows", "tiles, v_rows", 0),
-            ("chunk, HEAD_DIM, p.scale", "chunk, HEAD_DIM, 1.0f", 0),
-            ("if (at >= p.q_len) continue;", "", 0),
-            ("if (keep && kind != FULL)", "if (keep && kind == FULL)", 0),
+            ("dp - stat.delta", "dp", 0, RESULT),
+            ("score - stat.lse", "score", 0, RESULT),
+            ("dp = d_post == 0.0f", "s = d_post == 0.0f", 0, RESULT),
+            ("const float d_post = keep ?", "const float d_post = true ?", 0, RESULT),
+            ("tiles + AREA_1, v_rows", "tiles, v_rows", 0, RESULT),
+            ("chunk, HEAD_DIM, p.scale", "chunk, HEAD_DIM, 1.0f", 0, RESULT),
+            ("if (at >= p.q_len) continue;", "", 0, BOUNDS),
+            ("if (keep && kind != FULL)", "if (keep && kind == FULL)", 0, RESULT),
         ],
     );
     noticed_in(
@@ -279,19 +343,19 @@ fn mistakes_in_the_gradient_kernels_are_noticed() {
         &staged,
         Loader::Staged,
         &[
-            ("simd_shuffle(read_stat.lse, column)", "read_stat.lse", 0),
-            ("simd_shuffle(read_stat.delta, column)", "read_stat.delta", 0),
-            ("(kinds >> 6u) & 0xcu", "(kinds >> 4u) & 0xcu", 0),
-            ("walk.transposed ? column_kinds", "!walk.transposed ? column_kinds", 0),
-            ("+ q_offset_of(ctx, b);\n            const Row", ";\n            const Row", 0),
-            ("dp[r][i / 2u].thread_elements()[i % 2u] = ds;", "", 1),
-            ("dv, s, tiles + AREA_1", "dv, s, tiles", 0),
-            ("if (at >= p.kv_len) continue;", "", 0),
-            ("h < (kv_head + 1u) * p.group", "h < kv_head * p.group", 0),
+            ("simd_shuffle(read_stat.lse, column)", "read_stat.lse", 0, RESULT),
+            ("simd_shuffle(read_stat.delta, column)", "read_stat.delta", 0, RESULT),
+            ("(kinds >> 6u) & 0xcu", "(kinds >> 4u) & 0xcu", 0, RESULT),
+            ("walk.transposed ? column_kinds", "!walk.transposed ? column_kinds", 0, RESULT),
+            ("+ q_offset_of(ctx, b);\n            const Row", ";\n            const Row", 0, RESULT),
+            ("dp[r][i / 2u].thread_elements()[i % 2u] = ds;", "", 1, RESULT),
+            ("dv, s, tiles + AREA_1", "dv, s, tiles", 0, RESULT),
+            ("if (at >= p.kv_len) continue;", "", 0, RACE),
+            ("h < (kv_head + 1u) * p.group", "h < kv_head * p.group", 0, RESULT),
         ],
     );
     // Rows past the end: repeated here, zeros where they are staged.
     let direct = case(Loader::Direct, 64);
-    noticed_in("dq", &direct, Loader::Direct, &[("kv, kv < kv_len, walk", "kv, true, walk", 0)]);
-    noticed_in("dkv", &direct, Loader::Direct, &[("at < p.q_len && kv < kv_len", "kv < kv_len", 0)]);
+    noticed_in("dq", &direct, Loader::Direct, &[("kv, kv < kv_len, walk", "kv, true, walk", 0, RESULT)]);
+    noticed_in("dkv", &direct, Loader::Direct, &[("at < p.q_len && kv < kv_len", "kv < kv_len", 0, RESULT)]);
 }

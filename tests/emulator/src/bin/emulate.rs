@@ -9,7 +9,7 @@ use lexopt::prelude::*;
 use serde_json::{Value as Json, json};
 
 const USAGE: &str = "\
-usage: cargo xtask emulate [--kernel forward|decode|backward] [--loader staged|direct|portable|subgroup] [--dtype f16|bf16|f32]
+usage: cargo xtask emulate [--kernel forward|decode|backward] [--loader staged|direct|coop-matrix|subgroup|portable] [--dtype f16|bf16|f32]
                            [--head-dim D] [--seq N] [--kv-len N] [--q-heads H] [--kv-heads H]
                            [--mask NAME] [--score NAME] [--json]
        cargo xtask emulate --table
@@ -91,11 +91,13 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The rows of docs/metal-counters.md: 512 queries, 512 keys, one head, f16.
+/// The tables of docs/metal-counters.md: forward and gradients of 512 queries, 512 keys, one head, f16; decoding.
 fn table() -> Result<(), Box<dyn Error>> {
     let kernels = [
         Kernels::Msl(Loader::Staged),
         Kernels::Msl(Loader::Direct),
+        // Its gradients and its decoding are those of the tiers below.
+        Kernels::Wgsl(Tier::CoopMatrix),
         Kernels::Wgsl(Tier::Subgroup),
         Kernels::Wgsl(Tier::Portable),
     ];
@@ -106,6 +108,9 @@ fn table() -> Result<(), Box<dyn Error>> {
         );
         println!("|---|---|---|---|---|---|---|---|---|---|---|---|");
         for kernels in kernels {
+            if backward && kernels == Kernels::Wgsl(Tier::CoopMatrix) {
+                continue;
+            }
             for head_dim in [64, 128] {
                 for (name, mask, score) in [
                     ("dense", None, None),
@@ -123,7 +128,34 @@ fn table() -> Result<(), Box<dyn Error>> {
             }
         }
     }
+    println!(
+        "\n| kernels | case | threads | device read / k and v | simd reductions per key and head | MMA / needed \
+         | exp / score | fp / score | conversions / score |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|");
+    for kernels in kernels.into_iter().filter(|kernels| *kernels != Kernels::Wgsl(Tier::CoopMatrix)) {
+        for head_dim in [64, 128] {
+            let case = Case::decode(kernels, DType::F16, 4096, head_dim);
+            println!("| {} | D{head_dim} | {} |", kernels.name(), decode_row(&case, &case.measure()?));
+        }
+    }
     Ok(())
+}
+
+/// The columns of a row of decoding after its name: both passes together.
+fn decode_row(case: &Case, passes: &[Measurement]) -> String {
+    let sum = |of: fn(&Measurement) -> u64| passes.iter().map(of).sum::<u64>() as f64;
+    let scores = sum(|pass| pass.kept);
+    [
+        passes[0].record.threads.to_string(),
+        format!("{:.3}", sum(Measurement::device_read) / case.kv_bytes() as f64),
+        format!("{:.4}", sum(|pass| pass.record.counters.reductions) / scores),
+        format!("{:.2}", sum(|pass| pass.record.counters.mma) / sum(|pass| pass.mma_minimum)),
+        format!("{:.3}", sum(|pass| pass.record.counters.transcendentals) / scores),
+        format!("{:.2}", sum(|pass| pass.record.counters.fp) / scores),
+        format!("{:.2}", sum(|pass| pass.record.counters.conversions) / scores),
+    ]
+    .join(" | ")
 }
 
 /// The columns of a row after its name.
