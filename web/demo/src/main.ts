@@ -217,9 +217,10 @@ function showMod(kind: Kind): void {
   at(`${kind}-about`).textContent = mod.text === null ? (preset?.about ?? "") : "Edited here. Choose it again to undo.";
   const host = at(`${kind}-params`);
   const sliders = mod.text === null ? (preset?.sliders ?? []) : [];
-  const signature = JSON.stringify([mod.preset, mod.params, sliders.length]);
-  if (host.dataset["for"] === signature) return;
-  host.dataset["for"] = signature;
+  // What the sliders stand at: those that stand there already are left alone, since one may be in use.
+  const stand = (params: Record<string, number>): string => JSON.stringify([mod.preset, params, sliders.length]);
+  if (host.dataset["for"] === stand(mod.params)) return;
+  host.dataset["for"] = stand(mod.params);
   host.replaceChildren(
     ...sliders.map((slider) => {
       const label = document.createElement("label");
@@ -238,7 +239,9 @@ function showMod(kind: Kind): void {
         const chosen = slider.values[Number(input.value)] ?? slider.start;
         output.textContent = String(chosen);
         input.setAttribute("aria-valuetext", String(chosen));
-        change({ [kind]: { ...state[kind], params: { ...state[kind].params, [slider.name]: chosen } } });
+        const params = { ...state[kind].params, [slider.name]: chosen };
+        change({ [kind]: { ...state[kind], params } });
+        host.dataset["for"] = stand(params);
         update();
       });
       label.append(slider.label, input, output);
