@@ -14,6 +14,7 @@ use crate::runtime::{Binding, Dispatch, Profile, Runtime, Tier, Usage};
 use crate::{Error, Result};
 use std::ops::Range;
 use std::sync::Arc;
+#[cfg(not(target_arch = "wasm32"))]
 use std::time::Duration;
 
 /// A machine to run attention on. Cloning gives a handle to the same device and caches; on native
@@ -296,6 +297,7 @@ impl Gpu {
     }
 
     /// The same machine with other choices of tiles; caches and buffers are shared.
+    #[cfg(not(target_arch = "wasm32"))]
     pub(crate) fn with_tuning(&self, tuning: Arc<Tuning>) -> Self {
         let profile = Profile { tuning: Some(tuning), ..self.0.profile.clone() };
         Self(Arc::new(Inner { engine: self.0.engine.clone(), profile, report: self.0.report.clone() }))

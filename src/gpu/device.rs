@@ -643,12 +643,14 @@ impl Device {
         Some((set, resolved))
     }
 
+    #[cfg(not(target_arch = "wasm32"))]
     pub(super) fn start_timing(&self) -> bool {
         *lock(&self.timing) = Some(Vec::new());
         self.timestamps
     }
 
     /// GPU time of the submits since [`Self::start_timing`], summed.
+    #[cfg(not(target_arch = "wasm32"))]
     pub(super) async fn stop_timing(&self) -> Result<Duration> {
         let submits = lock(&self.timing).take().unwrap_or_default();
         let mut ticks = 0u64;
