@@ -247,7 +247,9 @@ fn with_mods(spec: KernelSpec, score: Option<&ScoreMod>, mask: Option<&MaskMod>)
 fn prebuilt_specs() -> Result<Vec<(String, KernelSpec)>, Failure> {
     let mut specs = Vec::new();
     for &kernel in Kernel::ALL.iter().filter(|kernel| pass_of(**kernel) != "captured") {
-        let plain = KernelSpec::new(kernel, DType::F32, 64, 64, FLOOR)?;
+        // As wide as heads usually are, or as the kernel has tiles for.
+        let with = |dim| KernelSpec::new(kernel, DType::F32, dim, dim, FLOOR);
+        let plain = with(64).or_else(|_| with(32))?;
         if !evaluates_mods(&plain)? {
             continue;
         }

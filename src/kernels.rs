@@ -600,6 +600,7 @@ impl KernelSpec {
                 ("INFO", self.layout.info_len() as u32),
                 ("HEAD_DIM", self.head_dim),
                 ("V_DIM", self.v_dim),
+                ("THREADS", self.tile.threads),
                 ("CHUNK", self.tile.chunk),
                 ("STAGES", self.tile.stages),
             ],

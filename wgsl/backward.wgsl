@@ -8,8 +8,8 @@
 // `dkv` computes dk and dv of 32 columns of one kv head: over the query heads that share it and the
 //   tiles of the columns' transposed lists, the same transposed, dv += P^T dout, dk += dS^T q.
 // No float atomics: every sum has one owner and one order, so results repeat bit for bit.
-// 64 invocations form an 8 x 8 grid (tx, ty). Invocation (tx, ty) has the rows ty + 8 i and the
-// columns tx + 8 j of a 32 x 32 tile, and the vec4 tx + 8 c of the rows of a gradient.
+// The invocations form a grid of 8 columns and GRID rows. Invocation (tx, ty) has the rows ty + GRID i and
+// the columns tx + 8 j of a 32 x 32 tile, and the vec4 tx + 8 c of the rows of a gradient.
 
 //#include common.wgsl
 //#include walk.wgsl
@@ -18,6 +18,7 @@
 
 const HEAD_DIM: u32 = 64u;
 const V_DIM: u32 = 64u;
+const THREADS: u32 = 64u;   // 64, 128 or 256
 const CHUNK: u32 = 8u;      // vec4 of a row that are staged at once, a multiple of 8
 const DK: bool = true;      // whether dkv computes dk
 const DV: bool = true;      // and dv
@@ -54,7 +55,7 @@ fn add_to(gradient: ptr<function, Gradient>, columns: Rows, again: bool, local: 
     workgroupBarrier();
     for (var x = 0u; x < 8u + p.zero; x += 1u) {
       var weights = array<vec4<f32>, ROWS>();
-      for (var i = 0u; i < ROWS; i += 1u) { weights[i] = p_tile[(ty + 8u * i) * P_STRIDE + x]; }
+      for (var i = 0u; i < ROWS; i += 1u) { weights[i] = p_tile[(ty + GRID * i) * P_STRIDE + x]; }
       for (var j = 0u; j < COLUMNS; j += 1u) {
         for (var c = 0u; c < min(STEP, vectors - c0); c += 1u) {
           let value = widen(staged[OTHER + (x + 8u * j) * STRIDE + tx + 8u * c]);
@@ -65,7 +66,7 @@ fn add_to(gradient: ptr<function, Gradient>, columns: Rows, again: bool, local: 
   }
 }
 
-@compute @workgroup_size(64)
+@compute @workgroup_size(THREADS)
 fn dq(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) local: u32) {
   let id = workgroup.x + workgroup.y * p.fold + p.first_group;
   if (id >= p.groups) { return; }
@@ -88,7 +89,7 @@ fn dq(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_ind
   var stat = array<vec2<f32>, ROWS>();
   var gradient = Gradient();
   for (var i = 0u; i < ROWS; i += 1u) {
-    let r = min(first_row + ty + 8u * i, p.q_len - 1u);
+    let r = min(first_row + ty + GRID * i, p.q_len - 1u);
     q_pos[i] = i32(r) + q_offset_of(b);
     row[i] = row_mod(i32(b), i32(h), q_pos[i]);
     stat[i] = stats_of((b * p.q_heads + h) * p.q_len + r);
@@ -108,13 +109,13 @@ fn dq(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_ind
         let d_post = pair(s[i][j], dp[i][j], stat[i], row[i], b, h, q_pos[i], kv, kv < kv_len, walk.kind == FULL).y;
         ds[j] = chain(d_post, score_grad(s[i][j] * p.scale, row[i], i32(b), i32(h), q_pos[i], i32(kv)));
       }
-      p_tile[(ty + 8u * i) * P_STRIDE + tx] = ds;
+      p_tile[(ty + GRID * i) * P_STRIDE + tx] = ds;
     }
     add_to(&gradient, k_rows, false, local);
   }
 
   for (var i = 0u; i < ROWS; i += 1u) {
-    let r = first_row + ty + 8u * i;
+    let r = first_row + ty + GRID * i;
     for (var c = 0u; c < OUT; c += 1u) {
       let quad = tx + 8u * c;
       if (r < p.q_len && quad < HEAD_QUADS) {
@@ -125,7 +126,7 @@ fn dq(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_ind
   }
 }
 
-@compute @workgroup_size(64)
+@compute @workgroup_size(THREADS)
 fn dkv(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) local: u32) {
   let id = workgroup.x + workgroup.y * p.fold + p.first_group;
   if (id >= p.groups) { return; }
@@ -174,19 +175,19 @@ fn dkv(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_in
           let stat = stats_of((b * p.q_heads + h) * p.q_len + r);
           let in_rows = walk.first + tx + 8u * j < p.q_len;
           for (var i = 0u; i < ROWS; i += 1u) {
-            let kv = first_kv + ty + 8u * i;
+            let kv = first_kv + ty + GRID * i;
             let both = pair(s[i][j], dp[i][j], stat, row, b, h, q_pos, kv, in_rows && kv < kv_len, walk.kind == FULL);
             weights[i][j] = both.x;
             ds[i][j] = chain(both.y, score_grad(s[i][j] * p.scale, row, i32(b), i32(h), q_pos, i32(kv)));
           }
         }
         if (DV) {
-          for (var i = 0u; i < ROWS; i += 1u) { p_tile[(ty + 8u * i) * P_STRIDE + tx] = weights[i]; }
+          for (var i = 0u; i < ROWS; i += 1u) { p_tile[(ty + GRID * i) * P_STRIDE + tx] = weights[i]; }
           add_to(&dv, dout_rows, !DK, local);
           workgroupBarrier();
         }
         if (DK) {
-          for (var i = 0u; i < ROWS; i += 1u) { p_tile[(ty + 8u * i) * P_STRIDE + tx] = ds[i]; }
+          for (var i = 0u; i < ROWS; i += 1u) { p_tile[(ty + GRID * i) * P_STRIDE + tx] = ds[i]; }
           add_to(&dk, q_rows, true, local);
         }
       }
@@ -194,7 +195,7 @@ fn dkv(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_in
   }
 
   for (var i = 0u; i < ROWS; i += 1u) {
-    let r = first_kv + ty + 8u * i;
+    let r = first_kv + ty + GRID * i;
     for (var c = 0u; c < OUT; c += 1u) {
       let quad = tx + 8u * c;
       if (DK && r < p.kv_len && quad < HEAD_QUADS) {

@@ -18,6 +18,7 @@
 
 const HEAD_DIM: u32 = 64u;
 const V_DIM: u32 = 64u;
+const THREADS: u32 = 64u;   // of rows and columns
 const CHUNK: u32 = 8u;      // vec4 of a row that are staged at once, a multiple of 8
 const STAGES: u32 = 2u;     // staged tiles
 
@@ -65,20 +66,20 @@ fn reduce_rows(value: array<f32, ROWS>, base: u32, first: u32, count: u32, local
   let tx = local % 8u;
   let ty = local / 8u;
   workgroupBarrier();
-  for (var i = 0u; i < ROWS; i += 1u) { reduced[(ty + 8u * i) * 8u + tx] = value[i]; }
+  for (var i = 0u; i < ROWS; i += 1u) { reduced[(ty + GRID * i) * 8u + tx] = value[i]; }
   workgroupBarrier();
   for (var i = 0u; i < ROWS; i += 1u) {
-    let r = first + ty + 8u * i;
+    let r = first + ty + GRID * i;
     if (tx == 0u && r < count) {
       var sum = 0.0;
-      for (var x = 0u; x < 8u; x += 1u) { sum += reduced[(ty + 8u * i) * 8u + x]; }
+      for (var x = 0u; x < 8u; x += 1u) { sum += reduced[(ty + GRID * i) * 8u + x]; }
       add_owned(base + r, sum);
     }
   }
 }
 
 // With pair terms a workgroup takes its rows of all batch entries and heads, one after the other.
-@compute @workgroup_size(64)
+@compute @workgroup_size(THREADS)
 fn rows(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) local: u32) {
   let id = workgroup.x + workgroup.y * p.fold + p.first_group;
   if (id >= p.groups) { return; }
@@ -113,11 +114,11 @@ fn rows(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
       let dp = product(DP_ROWS, dout_rows, v_rows, local);
       let s = product(S_ROWS, q_rows, k_rows, local);
       for (var i = 0u; i < ROWS; i += 1u) {
-        let r = min(first_row + ty + 8u * i, p.q_len - 1u);
+        let r = min(first_row + ty + GRID * i, p.q_len - 1u);
         let q_pos = i32(r) + q_offset_of(b);
         let row = row_mod(i32(b), i32(h), q_pos);
         let stat = stats_of((b * p.q_heads + h) * p.q_len + r);
-        let in_rows = first_row + ty + 8u * i < p.q_len;
+        let in_rows = first_row + ty + GRID * i < p.q_len;
         for (var j = 0u; j < COLUMNS; j += 1u) {
           let kv = walk.first + tx + 8u * j;
           let d_post = pair(s[i][j], dp[i][j], stat, row, b, h, q_pos, kv, in_rows && kv < kv_len, walk.kind == FULL).y;
@@ -140,7 +141,7 @@ fn rows(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_i
   }
 }
 
-@compute @workgroup_size(64)
+@compute @workgroup_size(THREADS)
 fn columns(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocation_index) local: u32) {
   let id = workgroup.x + workgroup.y * p.fold + p.first_group;
   if (id >= p.groups) { return; }
@@ -175,7 +176,7 @@ fn columns(@builtin(workgroup_id) workgroup: vec3<u32>, @builtin(local_invocatio
       let stat = stats_of((b * p.q_heads + h) * p.q_len + r);
       let in_rows = walk.first + tx + 8u * j < p.q_len;
       for (var i = 0u; i < ROWS; i += 1u) {
-        let kv = first_kv + ty + 8u * i;
+        let kv = first_kv + ty + GRID * i;
         let d_post = pair(s[i][j], dp[i][j], stat, row, b, h, q_pos, kv, in_rows && kv < kv_len, walk.kind == FULL).y;
         for (var t = 0u; t < COLUMN_TERMS; t += 1u) {
           sum[t][i] += chain(d_post, column_term(t, s[i][j] * p.scale, row, i32(b), i32(h), q_pos, i32(kv)));

@@ -1,11 +1,12 @@
 // What the gradient kernels compute again of a 32 x 32 tile: S = q k^T and dP = dout v^T, and of each
-// pair P and dPost. 64 invocations form an 8 x 8 grid (tx, ty); invocation (tx, ty) has the rows
-// ty + 8 i and the columns tx + 8 j of the tile. Rows are query rows and columns kv rows, or the
+// pair P and dPost. The invocations form a grid of 8 columns and GRID rows; invocation (tx, ty) has the
+// rows ty + GRID i and the columns tx + 8 j of the tile. Rows are query rows and columns kv rows, or the
 // other way round.
 
 //#include pair.wgsl
 
-const ROWS: u32 = 4u;
+const GRID: u32 = THREADS / 8u;
+const ROWS: u32 = TILE / GRID;                           // of one invocation: the more, the more registers
 const COLUMNS: u32 = 4u;
 const STRIDE: u32 = CHUNK + 1u;                         // odd, so that rows start in different banks
 const RESIDENT: bool = STAGES == 3u && max(HEAD_QUADS, V_QUADS) <= CHUNK;
@@ -22,7 +23,7 @@ struct Rows { tensor: u32, base: u32, stride: u32, first: u32, count: u32 }
 // Stages chunk `chunk` of the rows at `to`. Rows past the end are zero: what lies there may be NaN.
 fn stage(to: u32, rows: Rows, chunk: u32, local: u32) {
   let dim = select(HEAD_DIM, V_DIM, rows.tensor >= V);
-  for (var i = local; i < TILE * CHUNK + p.zero; i += 64u) {
+  for (var i = local; i < TILE * CHUNK + p.zero; i += THREADS) {
     let quad = chunk * CHUNK + i % CHUNK;
     let row = rows.first + i / CHUNK;
     var value = Quad();
@@ -52,7 +53,7 @@ fn product(at: u32, rows: Rows, columns: Rows, local: u32) -> array<vec4<f32>, R
       let b2 = widen(staged[OTHER + (tx + 16u) * STRIDE + d]);
       let b3 = widen(staged[OTHER + (tx + 24u) * STRIDE + d]);
       for (var i = 0u; i < ROWS; i += 1u) {
-        let a = widen(staged[at + (ty + 8u * i) * STRIDE + d]);
+        let a = widen(staged[at + (ty + GRID * i) * STRIDE + d]);
         s[i] += vec4<f32>(dot(a, b0), dot(a, b1), dot(a, b2), dot(a, b3));
       }
     }

@@ -132,10 +132,15 @@ const fn matrices(adapter: Adapter, element: u32, up_to: u32, edge: u32, chunk: 
     TileRow { kernel: Kernel::ForwardCoop, adapter, element, head_dim: up_to, v_dim: up_to, tile }
 }
 
-/// The rows of a gradient kernel. 3 stages only where a chunk is a whole row.
+/// The rows of a gradient kernel: 32 rows among 64 invocations. 3 stages only where a chunk is a whole row.
 const fn gradient(kernel: Kernel, element: u32, dims: [u32; 2], chunk: u32, stages: u32) -> TileRow {
     let tile = Tile { threads: 64, rows: 4, columns: 4, chunk, v_rows: 0, stages };
     TileRow { kernel, adapter: Adapter::Any, element, head_dim: dims[0], v_dim: dims[1], tile }
+}
+
+/// The same 32 rows among more invocations, each of which then holds fewer of the gradients.
+const fn among(row: TileRow, threads: u32) -> TileRow {
+    TileRow { tile: Tile { threads, rows: 256 / threads, ..row.tile }, ..row }
 }
 
 /// The row of a kernel that spreads rows over lanes: clusters of 8 invocations with `rows` rows each, and
@@ -158,8 +163,8 @@ const fn clusters(
 /// Where whole rows are staged (4 * chunk >= head_dim), barriers are saved and q stays in place.
 ///
 /// Rows of a wide output take more of [`REGISTERS`] each, so that an invocation has fewer of them. The kernels
-/// with subgroup operations keep eight rows of k or v besides: on GPUs they end at a dim of 64, and what is
-/// wider goes to the kernels without.
+/// with subgroup operations keep eight rows of k or v besides: on GPUs they end at a dim of 64, those of
+/// gradients at 32, and what is wider goes to the kernels without.
 pub const TILES: &[TileRow] = &[
     forward(Adapter::Software, 4, [ANY, 64], 8, 8, 16),
     forward(Adapter::Software, 2, [64, 64], 8, 16, 32),
@@ -248,30 +253,41 @@ pub const TILES: &[TileRow] = &[
     gradient(Kernel::Dsink, 2, [ANY, ANY], 0, 0),
     gradient(Kernel::Dq, 4, [32, 32], 8, 3),
     gradient(Kernel::Dq, 4, [64, 64], 16, 3),
-    gradient(Kernel::Dq, 4, LARGEST, 8, 2),
+    software(gradient(Kernel::Dq, 4, LARGEST, 8, 2)),
+    gradient(Kernel::Dq, 4, [128, 128], 8, 2),
+    among(gradient(Kernel::Dq, 4, [256, 256], 8, 2), 128),
+    among(gradient(Kernel::Dq, 4, LARGEST, 8, 2), 256),
     gradient(Kernel::Dq, 2, [32, 32], 8, 3),
     gradient(Kernel::Dq, 2, [64, 64], 16, 3),
     gradient(Kernel::Dq, 2, [128, 128], 32, 3),
-    gradient(Kernel::Dq, 2, LARGEST, 16, 2),
+    software(gradient(Kernel::Dq, 2, LARGEST, 16, 2)),
+    gradient(Kernel::Dq, 2, [128, 128], 16, 2),
+    among(gradient(Kernel::Dq, 2, [256, 256], 16, 2), 128),
+    among(gradient(Kernel::Dq, 2, LARGEST, 16, 2), 256),
     gradient(Kernel::Dkv, 4, [32, 32], 8, 3),
     gradient(Kernel::Dkv, 4, [64, 64], 16, 3),
-    gradient(Kernel::Dkv, 4, LARGEST, 8, 2),
+    software(gradient(Kernel::Dkv, 4, LARGEST, 8, 2)),
+    among(gradient(Kernel::Dkv, 4, [128, 128], 8, 2), 128),
+    among(gradient(Kernel::Dkv, 4, LARGEST, 8, 2), 256),
     gradient(Kernel::Dkv, 2, [32, 32], 8, 3),
     gradient(Kernel::Dkv, 2, [64, 64], 16, 3),
-    gradient(Kernel::Dkv, 2, [128, 128], 32, 3),
-    gradient(Kernel::Dkv, 2, LARGEST, 16, 2),
+    software(gradient(Kernel::Dkv, 2, [128, 128], 32, 3)),
+    software(gradient(Kernel::Dkv, 2, LARGEST, 16, 2)),
+    among(gradient(Kernel::Dkv, 2, [128, 128], 32, 3), 128),
+    among(gradient(Kernel::Dkv, 2, [128, 128], 16, 2), 128),
+    among(gradient(Kernel::Dkv, 2, LARGEST, 16, 2), 256),
     clusters(Kernel::DqSubgroup, Adapter::Software, 4, 64, 32, [8, 1]),
+    clusters(Kernel::DqSubgroup, Adapter::Software, 4, 128, 64, [2, 1]),
     clusters(Kernel::DqSubgroup, Adapter::Software, 2, 64, 32, [8, 1]),
+    clusters(Kernel::DqSubgroup, Adapter::Software, 2, 128, 64, [2, 1]),
     clusters(Kernel::DkvSubgroup, Adapter::Software, 4, 64, 32, [8, 1]),
+    clusters(Kernel::DkvSubgroup, Adapter::Software, 4, 128, 64, [2, 1]),
     clusters(Kernel::DkvSubgroup, Adapter::Software, 2, 64, 32, [8, 1]),
-    clusters(Kernel::DqSubgroup, Adapter::Any, 4, 64, 64, [4, 1]),
-    clusters(Kernel::DqSubgroup, Adapter::Any, 4, 128, 64, [2, 1]),
-    clusters(Kernel::DqSubgroup, Adapter::Any, 2, 64, 64, [4, 1]),
-    clusters(Kernel::DqSubgroup, Adapter::Any, 2, 128, 64, [2, 1]),
-    clusters(Kernel::DkvSubgroup, Adapter::Any, 4, 64, 64, [4, 1]),
-    clusters(Kernel::DkvSubgroup, Adapter::Any, 4, 128, 64, [2, 1]),
-    clusters(Kernel::DkvSubgroup, Adapter::Any, 2, 64, 64, [4, 1]),
-    clusters(Kernel::DkvSubgroup, Adapter::Any, 2, 128, 64, [2, 1]),
+    clusters(Kernel::DkvSubgroup, Adapter::Software, 2, 128, 64, [2, 1]),
+    clusters(Kernel::DqSubgroup, Adapter::Any, 4, 32, 64, [4, 1]),
+    clusters(Kernel::DqSubgroup, Adapter::Any, 2, 32, 64, [4, 1]),
+    clusters(Kernel::DkvSubgroup, Adapter::Any, 4, 32, 64, [2, 1]),
+    clusters(Kernel::DkvSubgroup, Adapter::Any, 2, 32, 64, [2, 1]),
     gradient(Kernel::CapturedRows, 4, [32, 32], 8, 3),
     gradient(Kernel::CapturedRows, 4, [64, 64], 16, 3),
     gradient(Kernel::CapturedRows, 4, [ANY, ANY], 8, 2),
@@ -389,16 +405,29 @@ impl Tile {
         let widest = if head_dim > v_dim { head_dim } else { v_dim };
         // Of each row the scores, maximum, sum and position; in decode its head too.
         let row = self.columns + if kernel.is_forward() { 3 } else { 4 };
+        // Of a row of q or v, in one of the eight invocations that share it.
+        let line = 4 * widest.div_ceil(32);
         match kernel {
             // q and the output; eight rows of k or v, and the sums of eight columns of one row.
             Kernel::ForwardSubgroup | Kernel::DecodeSubgroup => {
-                let line = 4 * widest.div_ceil(32);
                 Some(self.rows * (2 * line + row) + 8 * line + 8)
             }
             // The output; a vec4 of q and of each of the columns.
             Kernel::Forward | Kernel::DecodeSplit => {
                 Some(self.rows * (4 * v_dim.div_ceil(32) + row) + 4 * self.columns + 4)
             }
+            // dq; of each row S, dP, position, lse and delta; a vec4 of a row and of each of the columns.
+            Kernel::Dq => Some(self.rows * (line + 2 * self.columns + 3) + 4 * self.columns + 4),
+            // dk and dv, S and dP; then P and dS, after the vec4 of a row and of each of the columns.
+            Kernel::Dkv => {
+                let pair = 2 * self.rows * self.columns;
+                let product = 4 * self.columns + 4;
+                Some(2 * self.rows * (line + self.columns) + if pair > product { pair } else { product })
+            }
+            // q, dout and dq; of each row S, dP, dS, position, lse and delta; eight rows of k or v and sums.
+            Kernel::DqSubgroup => Some(self.rows * (3 * line + 6) + 8 * line + 8),
+            // k, v, dk and dv; of each row S, dP, P and dS; eight rows of q and of dout, and sums.
+            Kernel::DkvSubgroup => Some(self.rows * (4 * line + 4) + 16 * line + 8),
             _ => None,
         }
     }

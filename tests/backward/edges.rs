@@ -66,6 +66,12 @@ fn tiles_for_hardware_give_the_same_as_those_for_software() {
         {
             case([1, 2, 1], lengths, dims).check_forward(&on);
         }
+        // The same for gradients.
+        for (lengths, dims) in
+            [([40, 70], [32, 20]), ([40, 45], [100, 128]), ([35, 40], [130, 40]), ([33, 35], [40, 300])]
+        {
+            case([1, 2, 1], lengths, dims).check(&on, &[], &[]);
+        }
     }
 }
 
