@@ -77,6 +77,13 @@ pub(super) const SUITES: &[Suite] = &[
         run: coopmatrix,
     },
     Suite {
+        name: "bench",
+        what: "the speeds and sizes that are aimed at on lavapipe; on a quiet machine",
+        needs: &[Mesa26],
+        apart: true,
+        run: |_| bench(),
+    },
+    Suite {
         name: "tint",
         what: "every WGSL kernel through the browsers' compiler",
         needs: &[Node, Dawn],
@@ -244,6 +251,21 @@ fn coopmatrix(full: bool) -> Outcome {
             .arg(runner)
             .arg("the_same_bits_every_time"),
     ])
+}
+
+fn bench() -> Outcome {
+    let build = Program::words("cargo build --release --quiet --example bench").run();
+    if !build.ok {
+        return Outcome::Failed(Counts::default(), "the example does not build".to_owned());
+    }
+    let suite = |words: &str| {
+        let program = crate::target_folder().join("release/examples/bench");
+        let arguments = format!("--strict --suite {words}");
+        Program::new(Driver::Mesa26.runner()).arg(program).args(arguments.split(' '))
+    };
+    let on_tiers = ["dense", "sparse", "decode", "mods", "backward", "compile"]
+        .map(|name| ["subgroup", "portable"].map(|tier| suite(&format!("{name} --tier {tier}"))));
+    all(on_tiers.into_iter().flatten().chain([suite("blockmask")]))
 }
 
 fn tint() -> Outcome {
