@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! cargo run --release --example bench -- --suite dense|sparse|decode|mods|backward|blockmask|compile \
-//!     [--tier TIER] [--len N] [--rounds N] [--json] [--plot out.svg] [--strict]
+//!     [--tier TIER] [--len N] [--rounds N] [--json | --markdown] [--plot out.svg] [--strict]
 //! ```
 //!
 //! Each time is the median over rounds in which all cases of a group take turns, so that a machine that
@@ -19,10 +19,12 @@ mod baseline_row;
 mod compile;
 mod measure;
 mod plot;
+mod print;
 mod suites;
 
 use flexattn::{Gpu, Tier};
 use lexopt::prelude::*;
+use print::Format;
 use serde::Serialize;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -92,7 +94,7 @@ struct Wanted {
     /// Cases of this length only, in suites that have several.
     len: Option<usize>,
     rounds: Option<usize>,
-    json: bool,
+    format: Format,
     plot: Option<PathBuf>,
     /// Whether a figure that is missed is a failure.
     strict: bool,
@@ -105,7 +107,7 @@ impl Wanted {
     }
 }
 
-const USAGE: &str = "usage: bench --suite NAME [--tier TIER] [--len N] [--rounds N] [--json] [--plot FILE.svg] [--strict]\nsuites:";
+const USAGE: &str = "usage: bench --suite NAME [--tier TIER] [--len N] [--rounds N] [--json | --markdown] [--plot FILE.svg] [--strict]\nsuites:";
 
 fn main() -> ExitCode {
     flexattn_testing::ended(run())
@@ -128,45 +130,16 @@ fn run() -> Result<(), Failure> {
     }
     let mut all = Found::default();
     let machines = machines(&wanted, suite)?;
-    if !wanted.json {
-        for gpu in machines.iter().flatten() {
-            println!("{} tier on {}", gpu.tier(), measure::adapter(gpu));
-        }
-        println!(
-            "{:<12} {:<30} {:>5} {:>6} {:>6} {:>7} {:>9} {:>9} {:>6} {:>8} {:>11}",
-            "tier",
-            "case",
-            "dtype",
-            "q_len",
-            "kv_len",
-            "density",
-            "ms",
-            "baseline",
-            "ratio",
-            "gflop/s",
-            "bytes"
-        );
-    }
+    wanted.format.head(&machines);
     for gpu in &machines {
         let found = (suite.run)(gpu.as_ref(), &wanted)?;
         for row in &found.rows {
-            if wanted.json {
-                println!("{}", serde_json::to_string(row)?);
-            } else {
-                print(row);
-            }
+            wanted.format.row(row)?;
         }
         all.rows.extend(found.rows);
         all.checks.extend(found.checks);
     }
-    for check in &all.checks {
-        // With --json, standard output holds rows and nothing else.
-        if wanted.json {
-            eprintln!("{}", verdict(check));
-        } else {
-            println!("{}", verdict(check));
-        }
-    }
+    wanted.format.checks(&all.checks);
     if let Some(file) = &wanted.plot {
         plot::draw(&all.rows, file)?;
         eprintln!("drew {}", file.display());
@@ -188,7 +161,8 @@ fn arguments() -> Result<Option<Wanted>, Failure> {
             Long("tier") => wanted.tier = Some(Tier::from_name(&arguments.value()?.string()?)?),
             Long("len") => wanted.len = Some(arguments.value()?.parse()?),
             Long("rounds") => wanted.rounds = Some(arguments.value()?.parse()?),
-            Long("json") => wanted.json = true,
+            Long("json") => wanted.format = Format::Json,
+            Long("markdown") => wanted.format = Format::Markdown,
             Long("strict") => wanted.strict = true,
             Long("plot") => wanted.plot = Some(arguments.value()?.into()),
             Long("help") | Short('h') => return Ok(None),
@@ -214,33 +188,4 @@ fn machines(wanted: &Wanted, suite: &suites::Suite) -> Result<Vec<Option<Gpu>>, 
         machines.push(Some(Gpu::builder().tier(tier).build()?));
     }
     Ok(machines)
-}
-
-fn print(row: &Row) {
-    let figure =
-        |value: Option<f64>, digits: usize| value.map_or("-".to_owned(), |value| format!("{value:.digits$}"));
-    let time = row.us.map_or_else(|| format!("{:.3}", row.ms), |us| format!("{us:.0} us"));
-    println!(
-        "{:<12} {:<30} {:>5} {:>6} {:>6} {:>6.2}% {:>9} {:>9} {:>6} {:>8} {:>11}",
-        row.tier,
-        row.case,
-        row.dtype,
-        row.q_len,
-        row.kv_len,
-        row.density * 100.0,
-        time,
-        figure(row.baseline_ms, 3),
-        figure(row.ratio, 2),
-        figure(row.gflops, 2),
-        row.bytes
-    );
-}
-
-fn verdict(check: &Check) -> String {
-    let Check { what, value, bound } = check;
-    let (words, limit) = match bound {
-        Bound::AtMost(limit) => ("at most", limit),
-        Bound::AtLeast(limit) => ("at least", limit),
-    };
-    format!("{} {what}: {value:.3}, {words} {limit:.3}", if check.holds() { "pass" } else { "MISS" })
 }
