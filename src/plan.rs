@@ -415,8 +415,8 @@ fn forward_kernel(call: &Forward<'_>, profile: &Profile) -> Kernel {
 /// Blocks that one workgroup of a kernel without subgroup operations may go through in one launch, where the
 /// adapter is a CPU. lavapipe ends the loops of an invocation, all together, after 65,535 steps, and gives
 /// wrong numbers from there on. Measured on Mesa 22.3: forward is right up to 16,384 keys at head dims of 64
-/// and 128, the gradients up to 16,384 at 64, under 4,096 at 128 and about 1,056 at 264, where they stage
-/// rows by chunks. Half of that and less is taken.
+/// and 128, the gradients up to 12,288 at 64, under 4,096 at 128 and about 1,056 at 264, where they stage
+/// rows by chunks. Two thirds of that and less is taken.
 fn most_blocks(profile: &Profile, kernel: Kernel, dims: [usize; 2]) -> u32 {
     let dim = dims[0].max(dims[1]).max(1) as u32;
     match kernel {
