@@ -203,7 +203,10 @@ fn print(wanted: &Wanted) -> Result<(), Failure> {
         let metal = wanted.language == Language::Msl;
         let spec = if metal { spec.on_metal(wanted.loader) } else { spec };
         if metal && spec.metal.is_none() {
-            println!("// {}: skipped, there is no MSL of it; `--language wgsl` prints it", spec.label());
+            println!(
+                "// {}: left out, it runs from its WGSL on Metal too; `--language wgsl` prints it",
+                spec.label()
+            );
             continue;
         }
         println!("// {}\n{}", spec.label(), spec.text(wanted.language)?);

@@ -258,7 +258,9 @@ impl Attention {
     /// Block lists to use instead of those that would be built: imported ones, or those of a mask that reads a
     /// captured tensor on the device ([`BlockMask::build_on`]). Pairs of partial tiles are decided by
     /// the mask_mod given here, which has to be the one that the lists were built from, else by the block
-    /// mask's own; a call with neither is refused, unless no tile is partial.
+    /// mask's own; a call with neither is refused, unless no tile is partial. Another mask_mod than the block
+    /// mask's own, or other values of what it reads, are refused too; imported and loaded lists have none of
+    /// their own, so that nothing can be said of them.
     pub fn block_mask(mut self, block_mask: impl Into<Arc<BlockMask>>) -> Self {
         self.block_mask = Some(block_mask.into());
         self
@@ -312,7 +314,8 @@ impl Attention {
     }
 
     /// The same with other values of a captured tensor, in whichever of mask and score mod read it.
-    /// Compiles nothing; block lists are built again only if the mask reads it.
+    /// Compiles nothing; block lists are built again only if the mask reads it. A block mask that was given is
+    /// not: build that from the mask with the new values.
     ///
     /// # Errors
     ///
@@ -337,7 +340,7 @@ impl Attention {
         } else {
             Err(Error::capture(
                 capture.name(),
-                "neither the mask_mod nor the score_mod reads a tensor of this name",
+                "neither the mask_mod nor the score_mod given to the attention reads a tensor of this name",
             ))
         }
     }
@@ -367,7 +370,7 @@ impl Attention {
         } else {
             Err(Error::capture(
                 scalar.name(),
-                "neither the mask_mod nor the score_mod reads a scalar of this name",
+                "neither the mask_mod nor the score_mod given to the attention reads a scalar of this name",
             ))
         }
     }
@@ -615,7 +618,12 @@ pub struct Recorded {
     pub work: f64,
 }
 
-/// Attention in one call: dense or causal, with an additive bias `[1|B, 1|Hq, L, S]` in host memory.
+/// Attention in one call: dense or causal, with an additive bias in host memory, given with its shape
+/// `[1|B, 1|Hq, L, S]`.
+///
+/// Where L and S differ, `causal` is aligned at the upper left (query row i sees the keys up to i), as PyTorch's
+/// `is_causal` is; [`crate::masks::bottom_right_causal`] is the other one. The bias gets no gradient: with
+/// [`crate::scores::dense_bias`] it does.
 ///
 /// # Errors
 ///
@@ -639,7 +647,7 @@ pub fn sdpa<R: Runtime>(
     k: &Tensor<R>,
     v: &Tensor<R>,
     mask: Option<MaskMod>,
-    bias: Option<&[f32]>,
+    bias: Option<(&[f32], [usize; 4])>,
     causal: bool,
 ) -> Result<Tensor<R>>
 where
@@ -654,24 +662,17 @@ where
     } {
         attention = attention.mask_mod(mask);
     }
-    if let Some(bias) = bias {
-        let pairs = shape.q_len * shape.kv_len;
-        let sizes = [[1, 1], [1, shape.q_heads], [shape.batch, 1], [shape.batch, shape.q_heads]];
-        let Some([batch, heads]) = sizes.into_iter().find(|[b, h]| b * h * pairs == bias.len()) else {
+    if let Some((values, sizes)) = bias {
+        let whole = [shape.batch, shape.q_heads, shape.q_len, shape.kv_len];
+        let one_or = |at: usize| sizes[at] == 1 || sizes[at] == whole[at];
+        if !(one_or(0) && one_or(1) && sizes[2..] == whole[2..]) {
             return Err(Error::capture(
                 "bias",
-                format!(
-                    "it has {} values but must be [1|B, 1|Hq, L, S] with B {}, Hq {}, L {}, S {}",
-                    bias.len(),
-                    shape.batch,
-                    shape.q_heads,
-                    shape.q_len,
-                    shape.kv_len
-                ),
+                format!("its shape is {sizes:?} but must be [1|B, 1|Hq, L, S], of [B, Hq, L, S] {whole:?}"),
             ));
-        };
-        if pairs > 0 {
-            let bias = Capture::f32("bias", bias, &[batch, heads, shape.q_len, shape.kv_len])?;
+        }
+        let bias = Capture::f32("bias", values, &sizes)?;
+        if !values.is_empty() {
             // An index past a dimension of 1 is clamped to it, which is what broadcasting means.
             attention = attention
                 .score_mod(ScoreMod::new(|s| s.score() + bias.at([s.batch(), s.head(), s.q(), s.kv()])));

@@ -354,6 +354,32 @@ fn block_masks_for_other_positions_lengths_or_heads_are_refused() {
 }
 
 #[test]
+fn a_mask_mod_that_a_block_mask_was_not_built_from_is_refused() {
+    let bench = Bench::any();
+    let window = Scalar::i32("window", 3).unwrap();
+    let ids = |first| Capture::i32("ids", &[first, 0, 0, 1, 1, 1, 1, 2, 2, 2], &[10]).unwrap();
+    let mask = {
+        let (window, ids) = (window.clone(), ids(0));
+        MaskMod::new(|i| (i.q() - i.kv()).lt(window.get()) & ids.at([i.q()]).eq(ids.at([i.kv()])))
+    };
+    let built = BlockMask::build(&mask, BlockShape::new(1, 8, 6, 10)).unwrap();
+    let given = |mask: MaskMod| Attention::new().block_mask(built.clone()).mask_mod(mask);
+    let forward = |attention: &Attention| bench.forward(attention, &bench.q, &bench.k, &bench.v);
+    // The one that it was built from, and other values that are the same.
+    forward(&given(mask.clone())).unwrap();
+    let same = given(mask.clone()).with_capture(ids(0)).unwrap();
+    forward(&same.with_scalar(Scalar::i32("window", 3).unwrap()).unwrap()).unwrap();
+    let other = given(mask.clone()).with_scalar(Scalar::i32("window", 4).unwrap()).unwrap();
+    says(&bench.refuses_mods(&other), &["`window`", "other values", "build it again"]);
+    let other = given(mask.clone()).with_capture(ids(7)).unwrap();
+    says(&bench.refuses_mods(&other), &["`ids`", "other values", "build it again"]);
+    says(&bench.refuses_mods(&given(masks::causal())), &["mask_mod", "not the one", "leave one of them out"]);
+    // Loaded lists have no mask of their own, so that it is the program that knows.
+    let loaded = BlockMask::from_bytes(&built.to_bytes()).unwrap();
+    forward(&Attention::new().block_mask(loaded).mask_mod(mask)).unwrap();
+}
+
+#[test]
 fn a_table_with_too_few_heads_or_batch_entries_is_refused() {
     let bench = Bench::any();
     let error = bench.refuses_mods(&Attention::new().score_mod(scores::alibi(4)));

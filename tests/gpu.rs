@@ -608,14 +608,25 @@ fn sdpa_adds_a_bias_that_broadcasts() {
     let bias = values(4, 2 * 9 * 9);
     let shape = [2, 2, 9, 8];
     let [q_on, k_on, v_on] = [&q, &k, &v].map(|data| gpu.tensor(data, shape).unwrap());
-    let out = flexattn::sdpa(&gpu, &q_on, &k_on, &v_on, None, Some(&bias), true).unwrap();
-    let (expected, _) =
-        naive([&q, &k, &v], [2, 2, 2], [9, 9], [8, 8], 1.0 / 8f64.sqrt(), below, |s, h, q, kv| {
-            s + f64::from(bias[(h * 9 + q as usize) * 9 + kv as usize])
-        });
-    close(&out.read().unwrap(), &expected, 2e-6);
-    let short = flexattn::sdpa(&gpu, &q_on, &k_on, &v_on, None, Some(&bias[1..]), true).unwrap_err();
-    assert!(matches!(short, Error::Capture { .. }));
+    let sdpa = |bias: (&[f32], [usize; 4])| flexattn::sdpa(&gpu, &q_on, &k_on, &v_on, None, Some(bias), true);
+    // As many heads as batch entries: the shape says which of them have a bias each.
+    let each = 2 * 9 * 8;
+    for of_heads in [true, false] {
+        let sizes = if of_heads { [1, 2, 9, 9] } else { [2, 1, 9, 9] };
+        let out = sdpa((&bias, sizes)).unwrap().read().unwrap();
+        for b in 0..2 {
+            let own = [&q, &k, &v].map(|data| &data[b * each..(b + 1) * each]);
+            let (expected, _) =
+                naive(own, [1, 2, 2], [9, 9], [8, 8], 1.0 / 8f64.sqrt(), below, |s, h, q, kv| {
+                    let table = if of_heads { h } else { b };
+                    s + f64::from(bias[(table * 9 + q as usize) * 9 + kv as usize])
+                });
+            close(&out[b * each..(b + 1) * each], &expected, 2e-6);
+        }
+    }
+    for wrong in [(&bias[1..], [1, 2, 9, 9]), (&bias[..], [2, 1, 81, 1])] {
+        assert!(matches!(sdpa(wrong), Err(Error::Capture { .. })), "{:?}", wrong.1);
+    }
 }
 
 #[test]

@@ -8,7 +8,8 @@ use std::collections::HashMap;
 /// Tokens of one document: `doc[q] == doc[kv]`, by the document's id for each token.
 ///
 /// Ids may be in any order; tokens of one id see each other wherever they are. The mask numbers documents anew, in the
-/// order in which they appear.
+/// order in which they appear. Give an id for each token: those past the end have the last one, as every index past a
+/// captured tensor is clamped.
 ///
 /// Captures `doc`, i32 `[tokens]`.
 ///

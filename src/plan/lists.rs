@@ -255,6 +255,7 @@ impl Cache {
 /// The lists of a call.
 pub(super) fn of(call: &Forward<'_>, cache: &super::Cache) -> Result<Arc<Lists>> {
     if let Some(given) = call.block_mask {
+        fits_mask(call, given, &mut lock(&cache.captures))?;
         return from_given(call, given, &mut lock(&cache.lists));
     }
     let Some(mask) = call.mask else {
@@ -319,6 +320,35 @@ fn from_given(call: &Forward<'_>, mask: &Arc<BlockMask>, cache: &mut Cache) -> R
         )));
     }
     Ok(lists)
+}
+
+/// Refuses a mask_mod that is not the one that the lists were built from, where the block mask has kept that: its full
+/// tiles would be of one mask and its partial ones of another.
+fn fits_mask(call: &Forward<'_>, given: &BlockMask, hashes: &mut super::captures::Cache) -> Result<()> {
+    let (Some(built), Some(called)) = (given.mask_mod(), call.mask) else { return Ok(()) };
+    if built.hash() != called.hash() {
+        return Err(Error::shape(
+            "the mask_mod is not the one that the block mask was built from; build the block mask of it, or leave one of them out",
+        ));
+    }
+    let differs = |name| {
+        Error::capture(
+            name,
+            "the block mask was built from other values of it; build it again, or leave it out",
+        )
+    };
+    for (a, b) in built.captures().iter().zip(called.captures()) {
+        let in_host_memory = [a, b].iter().all(|it| it.data().host_bytes().is_some());
+        if in_host_memory && hashes.content(a) != hashes.content(b) {
+            return Err(differs(b.name()));
+        }
+    }
+    for (a, b) in built.scalars().iter().zip(called.scalars()) {
+        if a.value().bits() != b.value().bits() {
+            return Err(differs(b.name()));
+        }
+    }
+    Ok(())
 }
 
 /// Refuses a mask that was built for other positions, lengths, batch entries or heads than the call's.
