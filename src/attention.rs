@@ -140,7 +140,7 @@ pub use per_batch::PerBatch;
 
 use crate::block_mask::BlockMask;
 use crate::error::{Error, Result};
-use crate::expr::{Capture, CaptureData, MaskMod, Scalar, ScoreMod};
+use crate::expr::{Capture, MaskMod, Scalar, ScoreMod};
 use crate::plan::{self, Forward, Operand, Plan, Role};
 use crate::runtime::{Dispatch, Resident, Runtime};
 use crate::shape::{AttentionShape, DType, Layout, same_dtype};
@@ -340,7 +340,7 @@ impl Attention {
         } else {
             Err(Error::capture(
                 capture.name(),
-                "neither the mask_mod nor the score_mod given to the attention reads a tensor of this name",
+                "neither the mask_mod nor the score_mod reads a tensor of this name",
             ))
         }
     }
@@ -370,7 +370,7 @@ impl Attention {
         } else {
             Err(Error::capture(
                 scalar.name(),
-                "neither the mask_mod nor the score_mod given to the attention reads a scalar of this name",
+                "neither the mask_mod nor the score_mod reads a scalar of this name",
             ))
         }
     }
@@ -472,7 +472,7 @@ impl Attention {
             Ok(tensor.buffer().clone())
         };
         let submits =
-            plan.dispatches(runtime, &tensor, stats.as_ref(), &|name| self.captured_buffer::<R>(name))?;
+            plan.dispatches(runtime, &tensor, stats.as_ref(), &|name| self.captured_buffer(runtime, name))?;
         let [batch, heads, rows, _] = out.shape();
         let row_values = Layout::contiguous([batch, heads, rows, 1])?;
         let stat = |wanted: bool, at: usize| -> Result<Option<Tensor<R>>> {
@@ -550,32 +550,49 @@ impl Attention {
         then(call)
     }
 
-    fn captured_buffer<R: Runtime>(&self, name: &str) -> Result<R::Buffer>
+    fn captured_buffer<R: Runtime>(&self, runtime: &R, name: &str) -> Result<R::Buffer>
     where
         R::Buffer: Any,
     {
         let masks = self.mask.iter().flat_map(MaskMod::captures);
         let own =
             self.block_mask.iter().filter_map(|block_mask| block_mask.mask_mod()).flat_map(MaskMod::captures);
-        captured_buffer::<R>(masks.chain(self.score.iter().flat_map(ScoreMod::captures)).chain(own), name)
+        let mut captures = masks.chain(self.score.iter().flat_map(ScoreMod::captures)).chain(own);
+        captured_buffer(runtime, &mut captures, name)
     }
 }
 
-/// The buffer of the captured tensor `name`, which lives on the device.
+/// Refuses a captured tensor that ends past its buffer. A size of 0 is what a buffer of another device has here; that
+/// is refused where it is bound.
+fn holds(size: u64, capture: &Capture, resident: &Resident) -> Result<()> {
+    let elements = u64::from(resident.first).saturating_add(capture.len() as u64);
+    let end = elements.saturating_mul(capture.dtype().bytes() as u64);
+    if size == 0 || end <= size {
+        return Ok(());
+    }
+    Err(Error::capture(
+        capture.name(),
+        format!("it ends at byte {end} but its buffer at {size}; make that larger"),
+    ))
+}
+
+/// The buffer of the captured tensor `name`, which lives on the device and holds all of it.
 fn captured_buffer<'a, R: Runtime>(
-    captures: impl IntoIterator<Item = &'a Capture>,
+    runtime: &R,
+    mut captures: &mut dyn Iterator<Item = &'a Capture>,
     name: &str,
 ) -> Result<R::Buffer>
 where
     R::Buffer: Any,
 {
-    let found = captures.into_iter().find(|capture| capture.name() == name);
-    let resident = found.and_then(|capture| match capture.data() {
-        CaptureData::Device(handle) => handle.get::<Resident>(),
-        _ => None,
-    });
-    let buffer = resident.and_then(|resident| resident.buffer.get::<R::Buffer>()).cloned();
-    buffer.ok_or_else(|| Error::capture(name, plan::ELSEWHERE))
+    let found = Iterator::find(&mut captures, |capture| capture.name() == name);
+    let resident = found.and_then(|capture| Some((capture, plan::resident(capture)?)));
+    let buffer = resident.and_then(|(_, resident)| resident.buffer.get::<R::Buffer>());
+    let (Some((capture, resident)), Some(buffer)) = (resident, buffer) else {
+        return Err(Error::capture(name, plan::ELSEWHERE));
+    };
+    holds(runtime.size(buffer), capture, resident)?;
+    Ok(buffer.clone())
 }
 
 #[cfg(feature = "wgpu")]

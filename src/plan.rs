@@ -27,7 +27,7 @@ use crate::kernels::{F16, Kernel, KernelSpec, Loader, NONE, Params, Tile};
 use crate::runtime::{Binding, Dispatch, Profile, Runtime, Tier, Usage};
 use crate::shape::{AttentionShape, DType, Layout};
 use crate::{BlockMask, lower};
-pub(crate) use captures::ELSEWHERE;
+pub(crate) use captures::{ELSEWHERE, resident};
 pub(crate) use columns::MOST as MOST_COLUMNS;
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -468,8 +468,10 @@ impl Forward<'_> {
             operand.layout.check_buffer(name, self.dtype, operand.buffer)?;
         }
         countable(shape.rows() as u64 * (u64::from(self.lse) + u64::from(self.max)))?;
-        if !self.scale.is_finite() {
-            return Err(Error::shape(format!("scale is {} but must be finite", self.scale)));
+        let sinks = self.sinks.into_iter().flatten().map(|&sink| ("a sink", sink));
+        let mut numbers = sinks.chain([("scale", self.scale)]);
+        if let Some((name, number)) = numbers.find(|(_, number)| !number.is_finite()) {
+            return Err(Error::shape(format!("{name} is {number} but must be finite")));
         }
         if self.q_offset.len() != shape.batch || self.kv_len.len() != shape.batch {
             return Err(Error::shape(format!(

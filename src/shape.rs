@@ -188,7 +188,7 @@ impl Layout {
         }
         if strides[3] != 1 && shape[3] > 1 {
             return Err(Error::shape(format!(
-                "the inner stride is {} but must be 1: kernels read whole rows; copy the tensor so that its last axis is contiguous",
+                "the inner stride is {} but must be 1; copy the tensor so that its last axis is contiguous",
                 strides[3]
             )));
         }
@@ -212,7 +212,7 @@ impl Layout {
 
     /// Number of elements of the tensor (not of the buffer).
     pub fn elements(&self) -> usize {
-        self.shape.iter().product()
+        product(&self.shape)
     }
 
     /// No element at all.
@@ -321,9 +321,16 @@ fn touches(axes: &[(usize, usize)], at: usize, range: Range<usize>) -> bool {
         .any(|i| touches(inner, at + i * stride, range.clone()))
 }
 
+/// How many elements a shape has; the largest number where there are more, as strides of 0 allow.
+#[inline(never)] // Small in many places, so that the module for pages stays small.
+pub(crate) fn product(shape: &[usize]) -> usize {
+    let saturated = shape.iter().fold(1usize, |product, &size| product.saturating_mul(size));
+    if shape.contains(&0) { 0 } else { saturated }
+}
+
 fn too_long(shape: [usize; 4]) -> Error {
     Error::overflow(format!(
-        "a tensor of shape {shape:?} reaches past element 4294967295 of its buffer, which 32-bit indices cannot address; split it by batch or head"
+        "a tensor of shape {shape:?} reaches past element 4294967295 of its buffer but indices have 32 bits; split it by batch or head"
     ))
 }
 

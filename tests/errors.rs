@@ -1,10 +1,10 @@
 //! Bad input as a program meets it, through `Attention`: each case is refused before anything runs, says
 //! the value found, the rule and the way out, and leaves the machine and the tensors as they were.
 
-use flexattn::expr::CaptureType;
+use flexattn::expr::{self, CaptureData, CaptureType, Captured, DeviceHandle};
 use flexattn::{
-    Attention, BlockMask, BlockShape, Capture, DType, Error, Gpu, Layout, MaskMod, Result, Scalar, ScoreMod,
-    Tensor, Tier, masks, scores, wgpu,
+    Attention, BlockMask, BlockShape, Capture, DType, Error, Gpu, Layout, MaskMod, Resident, Result, Runtime,
+    Scalar, ScoreMod, Tensor, Tier, Usage, masks, scores, wgpu,
 };
 
 /// A machine and tensors that fit together: q `[1, 8, 6, 16]`, k and v `[1, 2, 10, 16]`.
@@ -370,13 +370,71 @@ fn a_mask_mod_that_a_block_mask_was_not_built_from_is_refused() {
     let same = given(mask.clone()).with_capture(ids(0)).unwrap();
     forward(&same.with_scalar(Scalar::i32("window", 3).unwrap()).unwrap()).unwrap();
     let other = given(mask.clone()).with_scalar(Scalar::i32("window", 4).unwrap()).unwrap();
-    says(&bench.refuses_mods(&other), &["`window`", "other values", "build it again"]);
+    says(&bench.refuses_mods(&other), &["`window`", "another one", "build it again"]);
     let other = given(mask.clone()).with_capture(ids(7)).unwrap();
-    says(&bench.refuses_mods(&other), &["`ids`", "other values", "build it again"]);
-    says(&bench.refuses_mods(&given(masks::causal())), &["mask_mod", "not the one", "leave one of them out"]);
+    says(&bench.refuses_mods(&other), &["`ids`", "another one", "build it again"]);
+    says(&bench.refuses_mods(&given(masks::causal())), &["`mask_mod`", "another one", "leave it out"]);
     // Loaded lists have no mask of their own, so that it is the program that knows.
     let loaded = BlockMask::from_bytes(&built.to_bytes()).unwrap();
     forward(&Attention::new().block_mask(loaded).mask_mod(mask)).unwrap();
+}
+
+#[test]
+fn a_captured_tensor_that_ends_past_its_buffer_is_refused() {
+    for tier in [Tier::Cpu, Tier::Portable, Tier::Subgroup] {
+        let Ok(gpu) = Gpu::builder().tier(tier).build() else { continue };
+        let bench = Bench::new(gpu);
+        let with = |first, shape: &[usize]| {
+            let buffer = DeviceHandle::new(bench.gpu.create("ids", 400, Usage::Tensor).unwrap());
+            let data = CaptureData::Device(DeviceHandle::new(Resident { buffer, first }));
+            let ids = Capture::new("ids", CaptureType::I32, shape, data).unwrap();
+            Captured::<expr::I32>::new(ids).unwrap()
+        };
+        for (first, len, good) in [(0, 100, true), (90, 10, true), (90, 11, false), (u32::MAX, 1, false)] {
+            let ids = with(first, &[len]);
+            let mask = MaskMod::new(|i| ids.at([i.q()]).eq(ids.at([i.kv()])));
+            let shape = BlockShape::new(1, 8, 6, 10);
+            let attention = Attention::new().mask_mod(mask.clone());
+            if good {
+                bench.forward(&attention, &bench.q, &bench.k, &bench.v).unwrap();
+                BlockMask::build_on(&bench.gpu, &mask, shape).unwrap();
+                continue;
+            }
+            says(&bench.refuses_mods(&attention), &["`ids`", "its buffer at 400", "larger"]);
+            let built = BlockMask::build_on(&bench.gpu, &mask, shape);
+            says(&built.unwrap_err(), &["`ids`", "its buffer at 400", "larger"]);
+        }
+        let ids = with(0, &[1 << 30; 4]);
+        let mask = MaskMod::new(|i| ids.at([0.into(), 0.into(), 0.into(), i.kv()]).eq(0));
+        says(&bench.refuses_mods(&Attention::new().mask_mod(mask)), &["`ids`", "its buffer at 400"]);
+    }
+}
+
+#[test]
+fn sinks_that_are_not_finite_are_refused() {
+    let bench = Bench::any();
+    for sink in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let mut sinks = vec![0.0; 8];
+        sinks[3] = sink;
+        let error = bench.refuses_mods(&Attention::new().sinks(sinks));
+        says(&error, &[&format!("a sink is {sink}"), "must be finite"]);
+    }
+}
+
+#[test]
+fn a_view_with_more_elements_than_memory_is_refused_when_it_is_read() {
+    for gpu in
+        [Tier::Cpu, Tier::Portable].into_iter().filter_map(|tier| Gpu::builder().tier(tier).build().ok())
+    {
+        let one = gpu.tensor(&[1.0f32; 8], [1, 1, 1, 8]).unwrap();
+        for shape in [[1 << 20, 1 << 20, 1 << 21, 8], [1 << 40, 1 << 40, 1 << 40, 8]] {
+            let view = one.view(Layout::new(shape, [0, 0, 0, 1], 0).unwrap()).unwrap();
+            assert!(view.read().is_err() && view.write::<f32>(&[]).is_err());
+        }
+        let nothing = one.view(Layout::new([1 << 40, 1 << 40, 0, 8], [0, 0, 0, 1], 0).unwrap()).unwrap();
+        assert_eq!(nothing.read().unwrap(), [0.0f32; 0]);
+        nothing.write::<f32>(&[]).unwrap();
+    }
 }
 
 #[test]

@@ -219,7 +219,7 @@ impl Attention {
             })
         };
         let submits =
-            plan.dispatches(runtime, &buffer, stats.as_ref(), &|name| self.captured_buffer::<R>(name))?;
+            plan.dispatches(runtime, &buffer, stats.as_ref(), &|name| self.captured_buffer(runtime, name))?;
 
         let part = |buffer: &Option<R::Buffer>, wanted: bool, dtype: DType, layout: Layout| match buffer {
             Some(buffer) if wanted => Tensor::from_parts(runtime, buffer.clone(), dtype, layout).map(Some),

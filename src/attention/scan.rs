@@ -80,7 +80,7 @@ impl BlockMask {
             return Self::build(mask_mod, shape);
         }
         for capture in on_device {
-            captured_buffer::<R>([capture], capture.name())?;
+            captured_buffer(runtime, &mut std::iter::once(capture), capture.name())?;
         }
         if profile.tier == Tier::Cpu {
             let host = on_host(runtime, mask_mod).await?;
@@ -94,7 +94,7 @@ impl BlockMask {
         }
         let bytes = 4 * open.open().len() as u64;
         let maps = runtime.create("tile maps", bytes, Usage::Tensor)?;
-        let capture = |name: &str| captured_buffer::<R>(mask_mod.captures(), name);
+        let capture = |name: &str| captured_buffer(runtime, &mut mask_mod.captures().iter(), name);
         for dispatches in plan.dispatches(runtime, &|_| Ok(maps.clone()), None, &capture)? {
             runtime.run(&dispatches)?;
         }
@@ -115,7 +115,7 @@ where
     let mut host = mask_mod.clone();
     for capture in mask_mod.captures().iter().filter(|capture| is_on_device(capture)) {
         let name = capture.name();
-        let buffer = captured_buffer::<R>(mask_mod.captures(), name)?;
+        let buffer = captured_buffer(runtime, &mut mask_mod.captures().iter(), name)?;
         let CaptureData::Device(handle) = capture.data() else { continue };
         let first = handle.get::<Resident>().map_or(0, |resident| resident.first);
         let size = capture.dtype().bytes() as u64;

@@ -317,7 +317,7 @@ impl Capture {
 
     /// The number of elements.
     pub fn len(&self) -> usize {
-        self.shape.iter().product()
+        crate::shape::product(&self.shape)
     }
 
     /// Never: every dimension is at least 1.

@@ -161,11 +161,12 @@ struct Statement {
     at: Range<usize>,
 }
 
-/// The statement with the most operators. An `else` counts as one, since its branches lie one inside the other.
+/// The statement with the most operators. An `else` counts as one, since its branches lie one inside the other, and so
+/// does a declaration, since each may need the next.
 fn longest_statement(text: &str) -> Statement {
     let mut longest = Statement { operators: 0, at: 0..0 };
     let mut current = Statement { operators: 0, at: 0..0 };
-    let mut elses = 0;
+    let (mut elses, mut declarations) = (0, 0);
     for (word, at) in pieces(text) {
         match word {
             ";" | "{" | "}" => current = Statement { operators: 0, at: at + 1..at + 1 },
@@ -173,7 +174,11 @@ fn longest_statement(text: &str) -> Statement {
                 elses += 1;
                 current.operators = elses;
             }
-            _ if word.bytes().all(|b| b"+-*/%&|^<>=!~".contains(&b)) => current.operators += 1,
+            "const" | "fn" | "alias" | "struct" => {
+                declarations += 1;
+                current.operators = declarations;
+            }
+            _ if word.bytes().all(|b| b"+-*/%&|^<>=!~.[".contains(&b)) => current.operators += 1,
             _ => {}
         }
         current.at.end = at + word.len();
@@ -394,7 +399,10 @@ fn pieces(text: &str) -> Vec<(&str, usize)> {
             let end = run(&in_word);
             pieces.push((&text[i..end], i));
             i = end;
-        } else if operator(&bytes[i]) || b"{};".contains(&bytes[i]) {
+        } else if operator(&bytes[i])
+            || b"{};[".contains(&bytes[i])
+            || bytes[i] == b'.' && bytes.get(i + 1).is_some_and(u8::is_ascii_alphabetic)
+        {
             pieces.push((&text[i..i + 1], i));
             i += 1;
         } else {

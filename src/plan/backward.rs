@@ -425,7 +425,7 @@ impl Passes<'_> {
         const GROUPS: u32 = 4;
         let sums = u32::try_from(sums).map_err(|_| {
             Error::overflow(format!(
-                "the gradients of captured tensors need {sums} sums of rows and columns but they are counted in u32; split the call by batch"
+                "captured gradients need {sums} sums but they are counted in u32; split the call by batch"
             ))
         })?;
         let spec = self.spec(launch)?;

@@ -81,7 +81,7 @@ impl<'a> Mods<'a> {
 }
 
 /// The device's part of a captured tensor.
-pub(super) fn resident(capture: &Capture) -> Option<&Resident> {
+pub(crate) fn resident(capture: &Capture) -> Option<&Resident> {
     match capture.data() {
         CaptureData::Device(handle) => handle.get::<Resident>(),
         _ => None,

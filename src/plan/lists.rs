@@ -4,7 +4,7 @@
 use super::{Constant, Forward, lock};
 use crate::block_mask::{BlockMask, BlockShape};
 use crate::error::{Error, Result};
-use crate::expr::Input;
+use crate::expr::{Capture, Input};
 use crate::kernels::NONE;
 use crate::shape::{AttentionShape, BLOCK};
 use std::ops::Range;
@@ -261,7 +261,7 @@ pub(super) fn of(call: &Forward<'_>, cache: &super::Cache) -> Result<Arc<Lists>>
     let Some(mask) = call.mask else {
         return Ok(Arc::new(Lists::uniform(&call.shape, true)));
     };
-    if mask.captures().iter().any(|capture| super::captures::resident(capture).is_some()) {
+    if mask.captures().iter().any(|capture| super::resident(capture).is_some()) {
         return Ok(Arc::new(Lists::uniform(&call.shape, false)));
     }
     let shape = &call.shape;
@@ -326,29 +326,26 @@ fn from_given(call: &Forward<'_>, mask: &Arc<BlockMask>, cache: &mut Cache) -> R
 /// tiles would be of one mask and its partial ones of another.
 fn fits_mask(call: &Forward<'_>, given: &BlockMask, hashes: &mut super::captures::Cache) -> Result<()> {
     let (Some(built), Some(called)) = (given.mask_mod(), call.mask) else { return Ok(()) };
-    if built.hash() != called.hash() {
-        return Err(Error::shape(
-            "the mask_mod is not the one that the block mask was built from; build the block mask of it, or leave one of them out",
-        ));
-    }
-    let differs = |name| {
-        Error::capture(
-            name,
-            "the block mask was built from other values of it; build it again, or leave it out",
-        )
-    };
-    for (a, b) in built.captures().iter().zip(called.captures()) {
+    let mut same = |[a, b]: [&Capture; 2]| {
         let in_host_memory = [a, b].iter().all(|it| it.data().host_bytes().is_some());
-        if in_host_memory && hashes.content(a) != hashes.content(b) {
-            return Err(differs(b.name()));
-        }
+        !in_host_memory || hashes.content(a) == hashes.content(b)
+    };
+    let mut captures = built.captures().iter().zip(called.captures());
+    let mut scalars = built.scalars().iter().zip(called.scalars());
+    let other = if built.hash() != called.hash() {
+        Some("mask_mod")
+    } else if let Some((_, capture)) = captures.find(|&(a, b)| !same([a, b])) {
+        Some(capture.name())
+    } else {
+        scalars.find(|(a, b)| a.value().bits() != b.value().bits()).map(|(_, scalar)| scalar.name())
+    };
+    match other {
+        None => Ok(()),
+        Some(name) => Err(Error::capture(
+            name,
+            "the block mask was built from another one; build it again, or leave it out",
+        )),
     }
-    for (a, b) in built.scalars().iter().zip(called.scalars()) {
-        if a.value().bits() != b.value().bits() {
-            return Err(differs(b.name()));
-        }
-    }
-    Ok(())
 }
 
 /// Refuses a mask that was built for other positions, lengths, batch entries or heads than the call's.

@@ -370,6 +370,13 @@ proptest::proptest! {
     }
 }
 
+/// Declarations that each need the one after it, and a mask.
+fn declared(levels: usize, each: &dyn Fn(usize) -> String, first: &str) -> String {
+    let all: Vec<String> = (1..levels).rev().map(each).collect();
+    let mask = "fn mask_mod(b: i32, h: i32, q: i32, kv: i32) -> bool { return q > kv; }";
+    format!("{}\n{first}\n{mask}", all.join("\n"))
+}
+
 /// What goes deep in a text: each is fine a few hundred levels down, and refused far down.
 fn deep(levels: usize) -> Vec<(&'static str, String)> {
     let chain = |piece: &str, by: &str| vec![piece; levels].join(by);
@@ -392,6 +399,24 @@ fn deep(levels: usize) -> Vec<(&'static str, String)> {
             let signature = "fn mask_mod(b: i32, h: i32, q: i32, kv: i32) -> bool";
             format!("fn g0(q: i32) -> bool {{ return q > 0; }}\n{all}{signature} {{ return g{levels}(q); }}")
         }),
+        ("members", format!("q{} > kv", ".x".repeat(levels))),
+        ("elements", format!("q{} > kv", "[0]".repeat(levels))),
+        ("places", format!("var a = q; a{} = 1; return a > kv;", ".x".repeat(levels))),
+        (
+            "constants, last first",
+            declared(levels, &|i| format!("const x{i} = x{} + 1;", i - 1), "const x0 = 1;"),
+        ),
+        ("functions, last first", {
+            let each = |i: usize| format!("fn g{i}(q: i32) -> bool {{ return g{}(q); }}", i - 1);
+            declared(levels, &each, "fn g0(q: i32) -> bool { return q > 0; }")
+        }),
+        (
+            "aliases, last first",
+            declared(levels, &|i| format!("alias t{i} = t{};", i - 1), "alias t0 = i32;"),
+        ),
+        ("structs, last first", {
+            declared(levels, &|i| format!("struct s{i} {{ x: s{} }}", i - 1), "struct s0 { x: i32 }")
+        }),
     ]
 }
 
@@ -404,10 +429,9 @@ fn deep_texts_are_read_or_refused_on_a_thread_with_little_stack() {
                 match MaskMod::from_wgsl(&text, &[], &[]) {
                     Ok(mask) => drop(mask.expr().to_string()),
                     Err(error) => {
-                        assert!(
-                            levels > 50 || ["parentheses", "calls", "functions"].contains(&what),
-                            "{what}: {error}"
-                        )
+                        let refused = ["parentheses", "calls", "functions", "members", "elements", "places"];
+                        let nests = what.ends_with("last first");
+                        assert!(levels > 50 || nests || refused.contains(&what), "{what}: {error}")
                     }
                 }
             }

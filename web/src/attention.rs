@@ -129,16 +129,9 @@ impl Attention {
 
     /// Uses these blocks instead of finding them.
     #[wasm_bindgen(js_name = useBlockMask)]
-    pub fn use_block_mask(
-        &mut self,
-        block_mask: &crate::block_mask::BlockMask,
-    ) -> std::result::Result<(), JsValue> {
+    pub fn use_block_mask(&mut self, block_mask: &crate::block_mask::BlockMask) {
         self.block_mask = Some(block_mask.shared());
-        let made = self.made.take();
-        if let (false, Some(mask)) = (self.sized, made.and_then(|made| made.mask)) {
-            self.fits_blocks(&mask).map_err(Failure::from)?;
-        }
-        Ok(())
+        self.made.take();
     }
 
     /// `{ out, lse, max }`
@@ -235,7 +228,6 @@ impl Attention {
             _ => {
                 let mut attention = flexattn::Attention::new();
                 if let Some(mask) = &mask {
-                    self.fits_blocks(mask)?;
                     attention = attention.mask_mod(mask.clone());
                 }
                 if let Some(score) = &score {
@@ -249,18 +241,6 @@ impl Attention {
         };
         *slot = Some(Made { sizes: sizes.clone(), mask, score, attention: attention.clone() });
         Ok(attention)
-    }
-
-    /// Whether the blocks that were given are of this mask, where they say of which they are.
-    fn fits_blocks(&self, mask: &MaskMod) -> Result<()> {
-        match self.block_mask.as_ref().and_then(|block_mask| block_mask.mask_mod()) {
-            Some(own) if own.expr() != mask.expr() || own.scalars() != mask.scalars() => {
-                Err(Error::expression(
-                    "maskMod is not the mask that blockMask was built from; leave maskMod out, since a block mask brings its own mask",
-                ))
-            }
-            _ => Ok(()),
-        }
     }
 
     /// The operation for one call: its sizes, and what it changes.

@@ -212,11 +212,11 @@ describe("after init", () => {
 
     test("another mask beside it is refused", async () => {
       const blockMask = BlockMask.build("q >= kv", shape);
-      await refused(() => new Attention(gpu, { blockMask, maskMod: "q - kv < 9" }), /not the mask that blockMask was built from; leave maskMod out/);
-      await refused(() => new Attention(gpu, { blockMask, maskMod: { name: "sliding_window" } }).forward(q, k, v), /not the mask that blockMask was built from/);
+      await refused(() => new Attention(gpu, { blockMask, maskMod: "q - kv < 9" }).forward(q, k, v), /`mask_mod`: the block mask was built from another one; build it again, or leave it out/);
+      await refused(() => new Attention(gpu, { blockMask, maskMod: { name: "sliding_window" } }).forward(q, k, v), /`mask_mod`: the block mask was built from another one/);
       const window = (i32) => ({ scalars: { window: { i32 } } });
       const windowed = { maskMod: "q - kv < window", blockMask: BlockMask.build("q - kv < window", shape, window(5)) };
-      await refused(() => new Attention(gpu, { ...windowed, ...window(6) }), /not the mask that blockMask was built from/);
+      await refused(() => new Attention(gpu, { ...windowed, ...window(6) }).forward(q, k, v), /`window`: the block mask was built from another one/);
       await refused(() => new Attention(gpu, { ...windowed, ...window(5) }).forward(q, k, v, window(6)), /blockMask was built with another value/);
       await agree({ ...windowed, ...window(5) }, window(5));
       await refused(() => new Attention(gpu, { blockMask }).reference(tensor(), tensor(), tensor()), /block mask is for/);
