@@ -250,6 +250,9 @@ impl Attention {
     }
 
     /// How scores change before the softmax.
+    ///
+    /// GPU kernels hold scores in f32 and base 2: below -6.9e37 they count as equal, and above 2.3e38 as infinite. Drop
+    /// pairs with a mask, or a score of minus infinity, instead of adding `f32::MIN`.
     pub fn score_mod(mut self, score: ScoreMod) -> Self {
         self.score = Some(score);
         self
@@ -577,9 +580,9 @@ fn holds(size: u64, capture: &Capture, resident: &Resident) -> Result<()> {
 }
 
 /// The buffer of the captured tensor `name`, which lives on the device and holds all of it.
-fn captured_buffer<'a, R: Runtime>(
+fn captured_buffer<R: Runtime>(
     runtime: &R,
-    mut captures: &mut dyn Iterator<Item = &'a Capture>,
+    mut captures: &mut dyn Iterator<Item = &Capture>,
     name: &str,
 ) -> Result<R::Buffer>
 where
