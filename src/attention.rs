@@ -568,8 +568,7 @@ impl Attention {
 /// Refuses a captured tensor that ends past its buffer. A size of 0 is what a buffer of another device has here; that
 /// is refused where it is bound.
 fn holds(size: u64, capture: &Capture, resident: &Resident) -> Result<()> {
-    let elements = u64::from(resident.first).saturating_add(capture.len() as u64);
-    let end = elements.saturating_mul(capture.dtype().bytes() as u64);
+    let end = capture.dtype().end(resident.first, capture.shape());
     if size == 0 || end <= size {
         return Ok(());
     }

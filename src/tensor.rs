@@ -288,9 +288,7 @@ impl crate::gpu::Gpu {
         shape: &[usize],
     ) -> Result<Capture> {
         storage(buffer)?;
-        let count =
-            shape.iter().try_fold(1u64, |count, &dim| count.checked_mul(dim as u64)).unwrap_or(u64::MAX);
-        let needed = count.saturating_add(first.into()).saturating_mul(dtype.bytes() as u64);
+        let needed = dtype.end(first, shape);
         if needed > buffer.size() {
             return Err(Error::buffer(format!(
                 "the buffer of capture {name} has {} bytes but {shape:?} {dtype} from element {first} on ends at byte {needed}; bind a larger buffer",

@@ -18,7 +18,7 @@
 
 const HEAD_DIM: u32 = 64u;
 const V_DIM: u32 = 64u;
-const THREADS: u32 = 64u;   // 64, 128 or 256
+const THREADS: u32 = 64u;   // 32, 64, 128 or 256
 const CHUNK: u32 = 8u;      // vec4 of a row that are staged at once, a multiple of 8
 const DK: bool = true;      // whether dkv computes dk
 const DV: bool = true;      // and dv

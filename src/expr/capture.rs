@@ -50,6 +50,12 @@ impl CaptureType {
         }
     }
 
+    /// Where a tensor of such elements ends in its buffer, in bytes, beginning at element `first`.
+    pub(crate) fn end(self, first: u32, shape: &[usize]) -> u64 {
+        let elements = u64::from(first).saturating_add(crate::shape::product(shape) as u64);
+        elements.saturating_mul(self.bytes() as u64)
+    }
+
     /// The name: f32, f16, bf16, i32, u32 or bool.
     pub fn name(self) -> &'static str {
         match self {

@@ -138,7 +138,7 @@ const fn gradient(kernel: Kernel, element: u32, dims: [u32; 2], chunk: u32, stag
     TileRow { kernel, adapter: Adapter::Any, element, head_dim: dims[0], v_dim: dims[1], tile }
 }
 
-/// The same 32 rows among more invocations, each of which then holds fewer of the gradients.
+/// The same 32 rows among another number of invocations: the more, the fewer of the gradients each holds.
 const fn among(row: TileRow, threads: u32) -> TileRow {
     TileRow { tile: Tile { threads, rows: 256 / threads, ..row.tile }, ..row }
 }

@@ -326,6 +326,9 @@ fn from_given(call: &Forward<'_>, mask: &Arc<BlockMask>, cache: &mut Cache) -> R
 /// tiles would be of one mask and its partial ones of another.
 fn fits_mask(call: &Forward<'_>, given: &BlockMask, hashes: &mut super::captures::Cache) -> Result<()> {
     let (Some(built), Some(called)) = (given.mask_mod(), call.mask) else { return Ok(()) };
+    if std::ptr::eq(built, called) {
+        return Ok(());
+    }
     let mut same = |[a, b]: [&Capture; 2]| {
         let in_host_memory = [a, b].iter().all(|it| it.data().host_bytes().is_some());
         !in_host_memory || hashes.content(a) == hashes.content(b)

@@ -236,17 +236,26 @@ fn conformance(full: bool) -> Outcome {
 
 /// Golden cases with their gradients, and results that are the same every time, on the unpacked driver. Most of the time is the
 /// driver's compilation of each case, so a plain run takes one case of three.
-fn coopmatrix(full: bool) -> Outcome {
-    let build = Program::words("cargo build --release --quiet --example conformance").run();
+/// An example, built, to run with some arguments on Mesa 26's lavapipe.
+fn on_mesa26(name: &str) -> Result<impl Fn(&str) -> Program, Outcome> {
+    let build = Program::words("cargo build --release --quiet --example").arg(name).run();
     if !build.ok {
-        return Outcome::Failed(Counts::default(), "the example does not build".to_owned());
+        return Err(Outcome::Failed(Counts::default(), "the example does not build".to_owned()));
     }
-    let program = crate::target_folder().join("release/examples/conformance");
+    let program = crate::target_folder().join("release/examples").join(name);
+    Ok(move |arguments: &str| Program::new(Driver::Mesa26.runner()).arg(&program).args(arguments.split(' ')))
+}
+
+fn coopmatrix(full: bool) -> Outcome {
+    let conformance = match on_mesa26("conformance") {
+        Ok(program) => program,
+        Err(failed) => return failed,
+    };
     let every = if full { "1" } else { "3" };
     let arguments = format!("tests/goldens --tier coop-matrix --dtype f16 --every {every}");
     let runner = format!("target.'cfg(all())'.runner = '{}'", Driver::Mesa26.runner().display());
     all([
-        Program::new(Driver::Mesa26.runner()).arg(program).args(arguments.split(' ')),
+        conformance(&arguments),
         Program::words("cargo test --release --test main --config")
             .arg(runner)
             .arg("the_same_bits_every_time"),
@@ -254,15 +263,11 @@ fn coopmatrix(full: bool) -> Outcome {
 }
 
 fn bench() -> Outcome {
-    let build = Program::words("cargo build --release --quiet --example bench").run();
-    if !build.ok {
-        return Outcome::Failed(Counts::default(), "the example does not build".to_owned());
-    }
-    let suite = |words: &str| {
-        let program = crate::target_folder().join("release/examples/bench");
-        let arguments = format!("--strict --suite {words}");
-        Program::new(Driver::Mesa26.runner()).arg(program).args(arguments.split(' '))
+    let bench = match on_mesa26("bench") {
+        Ok(program) => program,
+        Err(failed) => return failed,
     };
+    let suite = |words: &str| bench(&format!("--strict --suite {words}"));
     let on_tiers = ["dense", "sparse", "decode", "mods", "backward", "compile"]
         .map(|name| ["subgroup", "portable"].map(|tier| suite(&format!("{name} --tier {tier}"))));
     all(on_tiers.into_iter().flatten().chain([suite("blockmask")]))
