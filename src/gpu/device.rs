@@ -2,7 +2,7 @@
 
 use super::caches::{Arena, BindGroups, Constants, GroupKey};
 use super::passthrough;
-use crate::kernels::{BindingKind, KernelSpec, Language};
+use crate::kernels::{BindingKind, KernelSpec, Language, MetalTile};
 use crate::runtime::{Dispatch, Profile, Usage};
 use crate::{Error, Result};
 use std::collections::HashMap;
@@ -418,7 +418,8 @@ impl Device {
         if let Some(found) = pipelines.get(&key) {
             return Ok(found.clone());
         }
-        let built = Arc::new(self.build(spec)?);
+        let built = Arc::new(self.build(spec, self.language)?);
+        self.built.fetch_add(1, Ordering::Relaxed);
         if pipelines.len() >= Self::MAX_PIPELINES {
             pipelines.clear();
         }
@@ -426,12 +427,21 @@ impl Device {
         Ok(built)
     }
 
-    fn build(&self, spec: &KernelSpec) -> Result<Pipeline> {
+    /// Whether the driver's compiler takes a kernel in `language`; what it makes is not kept.
+    pub(super) fn try_build(&self, spec: &KernelSpec, language: Language) -> Result<()> {
+        self.build(spec, language).map(drop)
+    }
+
+    fn build(&self, spec: &KernelSpec, language: Language) -> Result<Pipeline> {
         let label = spec.label();
         let [x, y, z] = spec.workgroup();
         for (limit, needed, available) in [
             ("maxComputeInvocationsPerWorkgroup", x * y * z, self.limit_invocations),
-            ("maxComputeWorkgroupStorageSize", spec.workgroup_memory(), self.limit_workgroup_memory),
+            (
+                "maxComputeWorkgroupStorageSize",
+                spec.workgroup_memory(),
+                workgroup_memory(spec, self.limit_workgroup_memory),
+            ),
         ] {
             if needed > available {
                 return Err(Error::Limit {
@@ -445,7 +455,7 @@ impl Device {
         }
         let (made, error) = self.scoped(|| -> Result<_> {
             let layouts = self.layouts(&spec.bindings());
-            let module = passthrough::module(&self.device, spec, self.language)?;
+            let module = passthrough::module(&self.device, spec, language)?;
             let raw = self.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
                 label: Some(&label),
                 layout: Some(&layouts.pipeline),
@@ -465,10 +475,7 @@ impl Device {
         match error {
             Some(wgpu::Error::OutOfMemory { .. }) => Err(Error::OutOfMemory { label, bytes: 0 }),
             Some(error) => Err(Error::compile(label, error.to_string())),
-            None => {
-                self.built.fetch_add(1, Ordering::Relaxed);
-                Ok(Pipeline { raw, layouts, label })
-            }
+            None => Ok(Pipeline { raw, layouts, label }),
         }
     }
 
@@ -746,6 +753,12 @@ impl Device {
     }
 }
 
+/// Bytes of workgroup memory that a kernel may have. A Metal text declares its own, which wgpu neither
+/// sees nor limits.
+fn workgroup_memory(spec: &KernelSpec, limit: u32) -> u32 {
+    if spec.metal.is_some() { MetalTile::MAX_THREADGROUP_MEMORY } else { limit }
+}
+
 /// Tells a waiting reader that its buffer is mapped.
 #[derive(Debug, Default)]
 struct Mapped(Mutex<(Option<bool>, Option<std::task::Waker>)>);
@@ -771,5 +784,23 @@ impl Mapped {
             }
         })
         .await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::DType;
+    use crate::kernels::{Kernel, Loader};
+
+    #[test]
+    fn the_limits_that_a_device_was_created_with_bound_wgsl_kernels_only() {
+        let floor = 16 << 10;
+        let wgsl = KernelSpec::new(Kernel::Forward, DType::F32, 128, 128, floor).unwrap();
+        assert!(wgsl.workgroup_memory() <= workgroup_memory(&wgsl, floor));
+        assert_eq!(workgroup_memory(&wgsl, floor), floor);
+        let metal = wgsl.on_metal(Loader::Staged);
+        assert!(metal.workgroup_memory() > floor, "{}", metal.workgroup_memory());
+        assert!(metal.workgroup_memory() <= workgroup_memory(&metal, floor));
     }
 }

@@ -7,9 +7,9 @@
 
 use super::device::Device;
 use super::passthrough;
-use crate::kernels::{MSL_FILES, WGSL_FILES};
+use crate::kernels::{Kernel, KernelSpec, Language, Loader, MSL_FILES, MetalTile, WGSL_FILES};
 use crate::runtime::{Limits, Matrices, Profile, Tier};
-use crate::{Error, Result};
+use crate::{DType, Error, Result};
 use std::fmt;
 
 /// What was found on this machine, and why the tier is what it is. Made for reports: its `Display`
@@ -205,7 +205,7 @@ pub(super) async fn probe(
         f16: device.device().features().contains(wgpu::Features::SHADER_F16),
         matrices: matrices.unwrap_or_default(),
         tuning: None,
-        load_direct: family.is_some_and(|family| family >= 9),
+        load_direct: family.is_some_and(loads_directly),
         browser: adapter.get_info().backend == wgpu::Backend::BrowserWebGpu,
         software: described.software,
         limits: limits(&device.device().limits()),
@@ -256,7 +256,23 @@ async fn metal(adapter: &wgpu::Adapter, device: &Device, family: Option<u32>) ->
             "the canary kernel multiplied 8x8 matrices wrongly, or its lanes hold other elements".into()
         );
     }
-    Ok(format!("family Apple{family}, simdgroup matrices work"))
+    // The canary has the matrices; the kernels need more of the language, which only a compiler can tell.
+    usual_kernel(family)
+        .and_then(|spec| device.try_build(&spec, Language::Msl))
+        .map_err(|error| format!("the forward kernel does not compile: {error}"))?;
+    Ok(format!("family Apple{family}, simdgroup matrices work and the kernels compile"))
+}
+
+/// From family Apple9 (M3) on, fragments come straight from device memory.
+const fn loads_directly(family: u32) -> bool {
+    family >= 9
+}
+
+/// The forward kernel that most calls on such a GPU run, without mods.
+fn usual_kernel(family: u32) -> Result<KernelSpec> {
+    let loader = if loads_directly(family) { Loader::Direct } else { Loader::Staged };
+    let memory = MetalTile::MAX_THREADGROUP_MEMORY;
+    Ok(KernelSpec::new(Kernel::Forward, DType::F16, 64, 64, memory)?.on_metal(loader))
 }
 
 /// The cooperative matrices that the device multiplies, or why none.
@@ -363,6 +379,21 @@ fn apple_family(_device: &wgpu::Device) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_kernel_that_the_probe_compiles_has_the_loader_of_the_gpus_family() {
+        for (family, loader) in [(7, Loader::Staged), (8, Loader::Staged), (9, Loader::Direct)] {
+            let spec = usual_kernel(family).unwrap();
+            assert_eq!((spec.entry(), spec.metal.map(|tile| tile.loader())), ("forward", Some(loader)));
+            let text = spec.text(Language::Msl).unwrap();
+            // What the canary lacks.
+            for needed in ["kernel void forward(", "simd_shuffle_xor(", "exp2("] {
+                assert!(text.contains(needed), "Apple{family}: {needed}");
+            }
+            let stages = text.contains("threadgroup_barrier(");
+            assert_eq!(stages, loader == Loader::Staged, "Apple{family}");
+        }
+    }
 
     #[test]
     fn a_tier_that_was_passed_over_gives_the_request_as_its_reason() {

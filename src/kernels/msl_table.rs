@@ -276,6 +276,11 @@ impl fmt::Display for MetalTile {
 }
 
 impl MetalTile {
+    /// Bytes of threadgroup memory that a kernel may declare, whatever a WebGPU device was created with:
+    /// "Maximum total threadgroup memory allocation" in Apple's Metal Feature Set Tables, for the families
+    /// from Apple4 on.
+    pub const MAX_THREADGROUP_MEMORY: u32 = 32 << 10;
+
     /// How fragments are loaded.
     pub const fn loader(&self) -> Loader {
         match self {
