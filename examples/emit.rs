@@ -9,15 +9,17 @@
 //!
 //! NAME is that of a prebuilt mask or score mod, with `--params` for its parameters. FILE holds WGSL text;
 //! each tensor that it captures is declared by `--capture`. With `--language msl`, a kernel that exists in WGSL
-//! only is named in a comment and skipped. `--all` writes every row of the kernel table and every prebuilt mask
-//! and score mod, and `manifest.json` beside them: file, entry, label and workgroup_memory of each.
+//! only is named in a comment and skipped. `--all` writes every row of the kernel tables and every prebuilt mask
+//! and score mod, MSL with both loaders, and `manifest.json` beside them: file, entry, label and workgroup_memory
+//! of each. A text is written once: the entries of one file share it.
 
 use flexattn::expr::text_reads;
-use flexattn::kernels::{Kernel, KernelSpec, Language, Loader, all_specs};
+use flexattn::kernels::{Kernel, KernelSpec, Language, Loader, MSL_GRADIENT_TILES, MSL_TILES, all_specs};
 use flexattn::lower::{Layout, Mods};
 use flexattn::{Capture, DType, MaskMod, Params, ScoreMod, Tier, masks, scores};
 use lexopt::prelude::*;
 use serde_json::json;
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -267,29 +269,66 @@ fn prebuilt_specs() -> Result<Vec<(String, KernelSpec)>, Failure> {
     Ok(specs)
 }
 
+/// Every tile of the Metal kernels, by both loaders: the largest dims of each, and dims that are not aligned.
+fn metal_specs() -> Result<Vec<KernelSpec>, Failure> {
+    let forward = MSL_TILES.iter().map(|row| row.up_to);
+    let largest = forward.chain(MSL_GRADIENT_TILES.iter().map(|row| row.up_to));
+    let dims: BTreeSet<u32> = largest.map(|dim| dim.min(576)).chain([67]).collect();
+    let mut specs = Vec::new();
+    for (&kernel, dim) in Kernel::ALL.iter().flat_map(|kernel| dims.iter().map(move |dim| (kernel, *dim))) {
+        for dtype in DType::ALL {
+            // Which WGSL tile there would be is of no account.
+            let spec = KernelSpec::new(kernel.portable(), dtype, dim, dim.min(512), FLOOR)?;
+            specs.extend(Loader::ALL.map(|loader| KernelSpec { kernel, ..spec.clone() }.on_metal(loader)));
+        }
+    }
+    specs.retain(|spec| spec.metal.is_some());
+    Ok(specs)
+}
+
+/// What `--all` writes: each with the name of its mod, if it has one.
+fn rows(language: Language) -> Result<Vec<(String, KernelSpec)>, Failure> {
+    let named = |spec| (String::new(), spec);
+    if language != Language::Msl {
+        let taken = |spec: &KernelSpec| language == Language::Wgsl || !spec.kernel.uses_matrices();
+        let plain = all_specs().into_iter().map(named);
+        return Ok(plain.chain(prebuilt_specs()?).filter(|(_, spec)| taken(spec)).collect());
+    }
+    let with_mods = prebuilt_specs()?
+        .into_iter()
+        .flat_map(|(mods, spec)| Loader::ALL.map(|loader| (mods.clone(), spec.clone().on_metal(loader))));
+    let with_mods = with_mods.filter(|(_, spec)| spec.metal.is_some());
+    Ok(metal_specs()?.into_iter().map(named).chain(with_mods).collect())
+}
+
 fn write_all(language: Language, folder: &Path) -> Result<(), Failure> {
     if folder.exists() {
         std::fs::remove_dir_all(folder)?;
     }
     std::fs::create_dir_all(folder)?;
-    let (ending, metal) = if language == Language::Msl { ("metal", true) } else { ("wgsl", false) };
-    let rows = all_specs().into_iter().map(|spec| (String::new(), spec));
+    let ending = if language == Language::Msl { "metal" } else { "wgsl" };
     let mut manifest = Vec::new();
-    for (number, (mods, spec)) in rows.chain(prebuilt_specs()?).enumerate() {
-        let spec = if metal { spec.on_metal(Loader::Staged) } else { spec };
-        let in_browsers = !spec.kernel.uses_matrices();
-        if metal && spec.metal.is_none() || language == Language::WgslWeb && !in_browsers {
-            continue;
-        }
+    let (mut files, mut seen) = (HashMap::new(), HashSet::new());
+    for (mods, spec) in rows(language)? {
         let label = if mods.is_empty() { spec.label() } else { format!("{}-{mods}", spec.label()) };
-        let file = format!("{number:03}-{label}.{ending}");
-        std::fs::write(folder.join(&file), spec.text(language)?)?;
+        let text = spec.text(language)?;
+        let file = match files.get(&text) {
+            Some(file) => String::clone(file),
+            None => {
+                let file = format!("{:03}-{label}.{ending}", files.len());
+                std::fs::write(folder.join(&file), &text)?;
+                files.insert(text, file.clone());
+                file
+            }
+        };
         let (entry, workgroup_memory) = (spec.entry(), spec.workgroup_memory());
-        manifest.push(
-            json!({ "file": file, "entry": entry, "label": label, "workgroup_memory": workgroup_memory }),
-        );
+        if seen.insert((file.clone(), entry)) {
+            manifest.push(
+                json!({ "file": file, "entry": entry, "label": label, "workgroup_memory": workgroup_memory }),
+            );
+        }
     }
     std::fs::write(folder.join("manifest.json"), serde_json::to_string_pretty(&manifest)?)?;
-    println!("{} kernels in {}", manifest.len(), folder.display());
+    println!("{} kernels in {} files in {}", manifest.len(), files.len(), folder.display());
     Ok(())
 }

@@ -222,13 +222,26 @@ mod gpu_tiers {
     use flexattn::{DType, Gpu, Tier};
     use flexattn_testing::Golden;
 
-    /// The subset is run in these element types, everything in all.
+    /// Whether a tier that is not here may not be passed over. Only wgpu's Metal backend gives these reasons,
+    /// and there the Metal tier must work, but on a GPU that is too old for it.
+    fn must_have(tier: Tier, reason: &str) -> bool {
+        let ours = ["the canary kernel", "the forward kernel", "passthrough-shaders"];
+        tier == Tier::Metal && ours.iter().any(|what| reason.contains(what))
+    }
+
+    /// The subset is run in these element types, everything in all. A GPU with the Metal tier is fast
+    /// enough for everything.
     fn on(tier: Tier, dtypes: &[DType]) {
         let gpu = match Gpu::builder().tier(tier).build() {
             Ok(gpu) => gpu,
-            Err(error) => return println!("{tier} skipped: {error}"),
+            Err(error) => {
+                let reason = error.to_string();
+                assert!(!must_have(tier, &reason), "{reason}");
+                return println!("{tier} skipped: {reason}");
+            }
         };
-        if std::env::var_os("FLEXATTN_FULL").is_some_and(|full| full == "1") {
+        let full = std::env::var_os("FLEXATTN_FULL").is_some_and(|full| full == "1");
+        if full || tier == Tier::Metal {
             return agrees(&gpu, &goldens(), &DType::ALL);
         }
         let subset: Vec<Golden> = SUBSET.iter().map(|name| Golden::shipped(name).unwrap()).collect();
@@ -257,5 +270,24 @@ mod gpu_tiers {
     #[test]
     fn metal_tier_agrees_with_the_goldens() {
         on(Tier::Metal, &DType::ALL);
+    }
+
+    #[test]
+    fn a_mac_that_refuses_the_metal_kernels_does_not_pass() {
+        for (tier, reason, fails) in [
+            (
+                Tier::Metal,
+                "tier metal was asked for but does not work on M1: the canary kernel failed: x",
+                true,
+            ),
+            (Tier::Metal, "the canary kernel multiplied 8x8 matrices wrongly", true),
+            (Tier::Metal, "the forward kernel does not compile: x", true),
+            (Tier::Metal, "the adapter lacks passthrough-shaders", true),
+            (Tier::Metal, "the backend is Vulkan, not Metal", false),
+            (Tier::Metal, "the GPU is older than family Apple7 (M1): it has no simdgroup matrices", false),
+            (Tier::Subgroup, "the probe kernel failed: x", false),
+        ] {
+            assert_eq!(must_have(tier, reason), fails, "{reason}");
+        }
     }
 }
