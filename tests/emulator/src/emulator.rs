@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use flexattn::kernels::{KernelSpec, Language, Loader};
+use flexattn::kernels::{KernelSpec, Language, Loader, MetalTile};
 use flexattn::{Dispatch, Error, Limits, Matrices, Profile, Result, Runtime, Tier, Usage};
 
 use crate::compile::{Kernel, Math, clang};
@@ -180,6 +180,17 @@ impl Emulator {
         let mutation = self.mutation.as_ref().filter(here);
         let text = mutation.map_or(Ok(text.clone()), |mutation| mutation.apply(&text))?;
         let compiled = Compiled { kernel: Kernel::compile_as(&text, self.math)?, entry, sized };
+        let (needed, available) =
+            (compiled.kernel.threadgroup_memory(&compiled.entry), MetalTile::MAX_THREADGROUP_MEMORY.into());
+        if needed > available {
+            return Err(Error::Limit {
+                what: format!("kernel `{}`", spec.label()),
+                limit: "maxThreadgroupMemoryLength",
+                needed,
+                available,
+                remedy: "declare smaller threadgroup arrays".into(),
+            });
+        }
         Ok(lock(&self.shared.kernels).entry(spec.key()).or_insert(Arc::new(compiled)).clone())
     }
 

@@ -54,7 +54,6 @@ const RESERVED: &[&str] = &[
 /// Words that must not occur at all, and why.
 const REFUSED: &[(&str, &str)] = &[
     ("double", "Metal has no double"),
-    ("long double", "Metal has no double"),
     ("atomic_ulong", "64-bit atomics exist on few GPUs only"),
     ("atomic_long", "64-bit atomics exist on few GPUs only"),
     ("function_constant", "wgpu passes no function constants"),
@@ -65,6 +64,9 @@ const REFUSED: &[(&str, &str)] = &[
     ("virtual", "Metal has no virtual functions"),
     ("throw", "Metal has no exceptions"),
 ];
+
+/// Integers of 64 bits.
+const LONG: &[&str] = &["long", "ulong", "int64_t", "uint64_t", "size_t", "ptrdiff_t"];
 
 const SPACES: &[&str] = &["device", "constant", "thread", "threadgroup"];
 const SCALARS: &[&str] = &[
@@ -124,6 +126,9 @@ pub fn lint(text: &str) -> Vec<Violation> {
         let next = |n: usize| tokens.get(i + n).map_or("", |token| token.text);
         if let Some((word, why)) = REFUSED.iter().find(|(word, _)| *word == token.text) {
             refuse(format!("`{word}`: {why}"));
+        }
+        if token.text == "atomic" && next(1) == "<" && LONG.contains(&next(2)) {
+            refuse(format!("`atomic<{}>`: 64-bit atomics exist on few GPUs only", next(2)));
         }
         if token.text == "[[" && next(1) == "threadgroup" && next(2) == "(" {
             refuse("a `[[threadgroup(n)]]` argument: wgpu sets no threadgroup memory length".into());
@@ -252,10 +257,11 @@ mod tests {
     fn words_that_metal_lacks_or_reserves_are_refused() {
         assert_eq!(
             broken(
-                "double x;\nint fragment = 1;\nint y [[function_constant(0)]];\nvoid f(threadgroup float* a [[threadgroup(0)]]);\ndevice atomic_ulong* n;"
+                "double x;\nint fragment = 1;\nint y [[function_constant(0)]];\nvoid f(threadgroup float* a [[threadgroup(0)]]);\ndevice atomic_ulong* n;\ndevice atomic<ulong>* n;\nlong double z;"
             ),
-            [1, 2, 3, 4, 5]
+            [1, 2, 3, 4, 5, 6, 7]
         );
+        assert!(broken("void f(device atomic<uint>* n);").is_empty());
         assert_eq!(broken("void f(device float* a [[buffer(31)]], device float* b [[buffer(30)]]);"), [1]);
         assert!(broken("// a double, the fragment of a thread\nint fragments;").is_empty());
     }

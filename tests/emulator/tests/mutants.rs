@@ -2,7 +2,7 @@
 //!
 //! Scheduling fences (`mem_none`) are exempt: without them a kernel is right, and on a GPU slower.
 
-use flexattn::kernels::Loader;
+use flexattn::kernels::{Kernel, KernelSpec, Language, Loader};
 use flexattn::{DType, MaskMod};
 use flexattn_emulator::{Case, Emulator, Kernels, Mutation, Options, Problem, Schedule, clang};
 
@@ -105,8 +105,25 @@ fn a_text_that_does_not_compile_is_not_noticed_but_refused() {
 
 const BARRIER: &str = "threadgroup_barrier(mem_flags::mem_threadgroup);";
 
+/// How often [`BARRIER`] stands in a kernel's text, and which functions with barriers the kernel calls: a new one
+/// has to meet the tests below.
+fn barriers(kernel: Kernel) -> (usize, [bool; 2]) {
+    let spec = KernelSpec::new(kernel, DType::F16, 64, 64, 32 << 10).unwrap();
+    let text = spec.on_metal(Loader::Staged).text(Language::Msl).unwrap();
+    let ours = text.matches(BARRIER).count();
+    assert_eq!(text.matches("threadgroup_barrier(").count(), ours, "barriers of another kind");
+    // Once is the definition.
+    let called = |name: &str| text.matches(&format!(" {name}(")).count() > 1;
+    (ours, [called("stage"), called("stage_both")])
+}
+
 #[test]
 fn every_barrier_is_needed() {
+    // The last two are those of `stage_both`, which forward does not call.
+    assert_eq!(barriers(Kernel::Forward), (4, [true, false]));
+    for kernel in [Kernel::DecodeSplit, Kernel::DecodeCombine, Kernel::Delta, Kernel::Dsink] {
+        assert_eq!(barriers(kernel).0, 0, "{kernel:?}");
+    }
     // Both of `stage`: before the copy and after it. head_dim 128 has a part of q staged as well.
     for head_dim in [64, 128] {
         all_noticed(
@@ -289,6 +306,7 @@ fn mistakes_in_the_decode_kernels_are_noticed() {
 
 #[test]
 fn every_barrier_of_the_gradient_kernels_is_needed() {
+    assert_eq!([Kernel::Dq, Kernel::Dkv].map(barriers), [(4, [true, true]); 2]);
     for entry in ["dq", "dkv"] {
         // Whole rows of both tensors are staged at once (the second pair of barriers in the text), or
         // columns of one (the first pair).
