@@ -49,13 +49,16 @@ uint32_t emu_line;
 void emu_switch(void** save, void* load);
 }
 
+// Threads that accessed a cell and need no order among themselves: as simdgroups of the current barrier interval,
+// and lanes when there is one simdgroup only, since a second one is ordered with nobody before a barrier.
+struct Several { uint32_t group, epoch, simd_epoch, simdgroups, lanes, line; uint8_t many_groups; };
 // What happened to one or two bytes. The last writer is enough (an earlier one that is unordered was
-// reported when the later one wrote); readers since then are kept as simdgroups of the current barrier
-// interval, and lanes when there is one simdgroup only: a second simdgroup conflicts with any writer.
+// reported when the later one wrote), but for atomic writers; `readers` are those since the last write, `atomics`
+// those since the last plain one.
 struct Cell {
   uint32_t write_group, write_epoch, write_simd_epoch, write_line;
-  uint32_t read_group, read_epoch, read_simd_epoch, read_simdgroups, read_lanes, read_line;
-  uint16_t writer; uint8_t atomic, many_groups;
+  Several readers, atomics;
+  uint16_t writer; uint8_t atomic;
 };
 // A rendezvous of one simdgroup.
 struct Simdgroup {
@@ -286,33 +289,47 @@ static bool before(Space space, uint32_t thread, uint32_t g, uint32_t e, uint32_
   if (g != group) return space == THREADGROUP;   // threadgroups of one dispatch are never ordered
   return thread == current || e < epoch[space] || (thread / SIMD == current / SIMD && se < simd_epoch[space][current / SIMD]);
 }
-static void race(Space space, bool write, uint32_t line, const Cell& c, bool with_writer, int64_t offset, uint32_t binding) {
-  Report r = {RACE, (uint32_t)space, line, with_writer ? c.write_line : c.read_line};
-  r.write = write; r.other_thread = with_writer ? c.writer : ~0u; r.offset = offset; r.binding = binding;
+static void join(Space space, Several& s, uint32_t line) {
+  uint32_t g = current / SIMD, lane = 1u << current % SIMD;
+  if (s.group != group) { s.many_groups = s.group != 0; s.group = group; s.simdgroups = 0; }
+  if (s.epoch != epoch[space]) { s.epoch = epoch[space]; s.simdgroups = 0; }
+  if (s.simdgroups == 0 || (s.simdgroups == 1u << g && s.simd_epoch != simd_epoch[space][g])) {
+    s.simdgroups = 1u << g; s.simd_epoch = simd_epoch[space][g]; s.lanes = lane;
+  } else { s.simdgroups |= 1u << g; s.lanes |= lane; }
+  s.line = line;
+}
+// Is one of them, other than the current thread, not ordered before an access that this one makes now?
+static bool clashes(Space space, const Several& s) {
+  uint32_t g = current / SIMD, lane = 1u << current % SIMD;
+  if (space == DEVICE && s.group && (s.many_groups || s.group != group)) return true;
+  if (s.group != group || s.epoch != epoch[space]) return false;
+  return (s.simdgroups & ~(1u << g)) || (s.simdgroups && s.simd_epoch == simd_epoch[space][g] && (s.lanes & ~lane));
+}
+static void leave_out(Several& s) { s.group = 0; s.many_groups = 0; s.simdgroups = 0; }
+static void race(Space space, bool write, uint32_t line, uint32_t other_line, uint32_t other_thread, int64_t offset, uint32_t binding) {
+  Report r = {RACE, (uint32_t)space, line, other_line};
+  r.write = write; r.other_thread = other_thread; r.offset = offset; r.binding = binding;
   report(r);
 }
+// An access against the writes before it. Atomic ones have no order that matters among themselves.
+static void check_writes(Space space, const Cell& c, uint32_t line, int64_t offset, uint32_t binding, bool write, bool atomic) {
+  if (atomic && c.atomic) return;
+  if (c.write_group && !before(space, c.writer, c.write_group, c.write_epoch, c.write_simd_epoch))
+    race(space, write, line, c.write_line, c.writer, offset, binding);
+  else if (!atomic && c.atomic && clashes(space, c.atomics)) race(space, write, line, c.atomics.line, ~0u, offset, binding);
+}
 static void note_read(Space space, Cell& c, uint32_t line, int64_t offset, uint32_t binding) {
-  uint32_t g = current / SIMD, lane = 1u << current % SIMD;
   if (space == THREADGROUP && c.write_group != group) { Report r = {UNINITIALISED, (uint32_t)space, line}; r.offset = offset; report(r); return; }
-  if (c.write_group && !before(space, c.writer, c.write_group, c.write_epoch, c.write_simd_epoch)) race(space, false, line, c, true, offset, binding);
-  if (c.read_group != group) { c.many_groups = c.read_group != 0; c.read_group = group; c.read_simdgroups = 0; }
-  if (c.read_epoch != epoch[space]) { c.read_epoch = epoch[space]; c.read_simdgroups = 0; }
-  if (c.read_simdgroups == 0 || (c.read_simdgroups == 1u << g && c.read_simd_epoch != simd_epoch[space][g])) {
-    c.read_simdgroups = 1u << g; c.read_simd_epoch = simd_epoch[space][g]; c.read_lanes = lane;
-  } else { c.read_simdgroups |= 1u << g; c.read_lanes |= lane; }
-  c.read_line = line;
+  check_writes(space, c, line, offset, binding, false, false);
+  join(space, c.readers, line);
 }
 static void note_write(Space space, Cell& c, uint32_t line, int64_t offset, uint32_t binding, bool atomic) {
-  uint32_t g = current / SIMD, lane = 1u << current % SIMD;
-  if (c.write_group && !(atomic && c.atomic) && !before(space, c.writer, c.write_group, c.write_epoch, c.write_simd_epoch))
-    race(space, true, line, c, true, offset, binding);
-  bool clash = false;
-  if (c.read_group == group && c.read_epoch == epoch[space])
-    clash = (c.read_simdgroups & ~(1u << g)) || (c.read_simdgroups && c.read_simd_epoch == simd_epoch[space][g] && (c.read_lanes & ~lane));
-  if (space == DEVICE && c.read_group && (c.many_groups || c.read_group != group)) clash = true;
-  if (clash) race(space, true, line, c, false, offset, binding);
-  c.write_group = group; c.write_epoch = epoch[space]; c.write_simd_epoch = simd_epoch[space][g]; c.write_line = line;
-  c.writer = current; c.atomic = atomic; c.read_group = 0; c.many_groups = 0; c.read_simdgroups = 0;
+  check_writes(space, c, line, offset, binding, true, atomic);
+  if (clashes(space, c.readers)) race(space, true, line, c.readers.line, ~0u, offset, binding);
+  leave_out(c.readers);
+  if (atomic) join(space, c.atomics, line); else leave_out(c.atomics);
+  c.write_group = group; c.write_epoch = epoch[space]; c.write_simd_epoch = simd_epoch[space][current / SIMD]; c.write_line = line;
+  c.writer = current; c.atomic = atomic;
 }
 enum Kind { READ, WRITE, ATOMIC };
 static void shadow(Space space, Cell* cells, uintptr_t base, uintptr_t p, uint32_t size, uint32_t line, Kind kind, uint32_t binding) {

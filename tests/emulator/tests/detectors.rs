@@ -201,6 +201,36 @@ fn atomics_race_with_plain_accesses_only() {
     );
 }
 
+/// Its own atomic access comes last, but those of others are still on their way.
+#[test]
+fn a_plain_access_after_the_atomics_of_others_needs_a_barrier() {
+    let counted = |barrier: &str, access: &str| {
+        format!(
+            "device atomic_uint* n = (device atomic_uint*)x;\n\
+             atomic_fetch_add_explicit(n, 1u, memory_order_relaxed);\n{barrier}\n{access}"
+        )
+    };
+    let device = "threadgroup_barrier(mem_flags::mem_device);";
+    // The last to count, in every schedule, so that the last writer is the one who reads or writes.
+    let last = "if (atomic_load_explicit(n, memory_order_relaxed) == 64u) x[1] = x[0];";
+    for access in [last, "if (atomic_load_explicit(n, memory_order_relaxed) == 64u) x[0] = 1.0;"] {
+        finds(&counted("", access), 1, 64, Problem::Race, 9);
+        finds(&counted("simdgroup_barrier(mem_flags::mem_device);", access), 1, 64, Problem::Race, 9);
+        finds(&counted("threadgroup_barrier(mem_flags::mem_threadgroup);", access), 1, 64, Problem::Race, 9);
+    }
+    is_clean(&counted(device, "if (i == 5) x[1] = x[0];"), 1, 64);
+    is_clean(&counted("simdgroup_barrier(mem_flags::mem_device);", "if (i == 5) x[1] = x[0];"), 1, 32);
+    // No barrier reaches other threadgroups.
+    finds(&counted(device, "if (g == 1 && i == 5) x[1] = x[0];"), 2, 32, Problem::Race, 9);
+    // Of one thread everything comes in order.
+    is_clean(
+        "device atomic_uint* n = (device atomic_uint*)x + i;\n\
+         atomic_fetch_add_explicit(n, 1u, memory_order_relaxed);\n((device uint*)x)[i] += 1u;",
+        1,
+        64,
+    );
+}
+
 /// Each order of the same additions is a right one, so none of them is reported but for the difference.
 #[test]
 fn results_that_depend_on_the_order_of_atomics_are_found() {
