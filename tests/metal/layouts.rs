@@ -76,7 +76,7 @@ fn pooled(
     }
     let pool = Tensor::zeros(emulator, dtype, [1, 1, 1, length]).unwrap();
     emulator.write(pool.buffer(), 0, &padded(&dtype.narrow(&before))).unwrap();
-    let [q, k, v, out] = layouts.clone().map(|layout| pool.view(layout).unwrap());
+    let [q, k, v, out] = layouts.map(|layout| pool.view(layout).unwrap());
     attention().forward_into(emulator, &q, &k, &v, &out).unwrap_or_else(|error| panic!("{error}"));
     let mut after = pool.read().unwrap();
     let found: Vec<f32> = places(&layouts[3]).map(|place| after[place]).collect();
