@@ -9,6 +9,7 @@ pub use device::Held;
 pub use tier::{AdapterReport, Report, Rung};
 
 use crate::cpu::Cpu;
+#[cfg(not(target_arch = "wasm32"))]
 use crate::kernels::Tuning;
 use crate::runtime::{Binding, Dispatch, Profile, Runtime, Tier, Usage};
 use crate::{Error, Result};
