@@ -313,7 +313,7 @@ impl Attention {
                     call.checked().await?;
                 }
                 Work::Keep(out, lse, max) => {
-                    call.submitted().await?;
+                    call.checked().await?;
                     match target {
                         Some(target) => js::set(&object, "out", &target),
                         None => {
@@ -396,7 +396,7 @@ impl Attention {
                         .collect()
                 }
                 Results::Keep(buffers) => {
-                    call.submitted().await?;
+                    call.checked().await?;
                     buffers.iter().map(|buffer| Ok(buffer.release()?.into())).collect::<Result<_>>()?
                 }
             };
@@ -436,7 +436,7 @@ impl Attention {
             Ok((q, k, output))
         })?;
         Ok(async move {
-            call.submitted().await?;
+            call.checked().await?;
             let weights = attention.weights_async(&q, &k, &output, &rows).await?;
             Ok(Float32Array::from(weights.as_slice()).into())
         })

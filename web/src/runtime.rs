@@ -29,9 +29,8 @@ struct Inner {
     engine: Engine,
     queue: RefCell<VecDeque<Job>>,
     draining: Cell<bool>,
-    call: RefCell<Rc<Call>>,
-    /// What went wrong after the call that caused it had returned.
-    late: RefCell<Option<Error>>,
+    /// The call that is giving work; none between calls.
+    call: RefCell<Option<Rc<Call>>>,
     lost: RefCell<Option<String>>,
     scratch: RefCell<HashMap<&'static str, Buffer>>,
     constants: RefCell<Constants>,
@@ -59,7 +58,6 @@ pub(crate) struct Call {
     jobs: Cell<usize>,
     checks: Cell<usize>,
     failed: RefCell<Option<Error>>,
-    finished: Cell<bool>,
     wakers: RefCell<Vec<Waker>>,
 }
 
@@ -91,16 +89,12 @@ impl Call {
 
     /// Until all work of the call is submitted.
     pub(crate) async fn submitted(&self) -> Result<()> {
-        let result = self.wait(|call| call.jobs.get() == 0).await;
-        self.finished.set(true);
-        result
+        self.wait(|call| call.jobs.get() == 0).await
     }
 
     /// Until the browser has also checked it.
     pub(crate) async fn checked(&self) -> Result<()> {
-        let result = self.wait(|call| call.jobs.get() == 0 && call.checks.get() == 0).await;
-        self.finished.set(true);
-        result
+        self.wait(|call| call.jobs.get() == 0 && call.checks.get() == 0).await
     }
 }
 
@@ -247,7 +241,6 @@ impl Page {
             queue: RefCell::default(),
             draining: Cell::new(false),
             call: RefCell::default(),
-            late: RefCell::default(),
             lost: RefCell::default(),
             scratch: RefCell::default(),
             constants: RefCell::default(),
@@ -277,11 +270,8 @@ impl Page {
     /// at once or later, belongs to the returned call.
     pub(crate) fn call<T>(&self, give: impl FnOnce() -> Result<T>) -> Result<(T, Rc<Call>)> {
         self.alive()?;
-        if let Some(error) = self.0.late.borrow_mut().take() {
-            return Err(error);
-        }
         let call = Rc::new(Call::default());
-        let before = self.0.call.replace(call.clone());
+        let before = self.0.call.replace(Some(call.clone()));
         let given = give();
         if let Engine::Gpu(gpu) = &self.0.engine {
             gpu.flush();
@@ -289,6 +279,11 @@ impl Page {
         self.check(&call);
         self.0.call.replace(before);
         given.map(|given| (given, call))
+    }
+
+    /// The call that gives work now, or for what is done between calls, one of its own.
+    fn current(&self) -> Rc<Call> {
+        self.0.call.borrow().clone().unwrap_or_default()
     }
 
     fn alive(&self) -> Result<()> {
@@ -303,7 +298,7 @@ impl Page {
         let Engine::Gpu(gpu) = &self.0.engine else { return };
         let Some([validation, memory]) = gpu.leave() else { return };
         call.checks.set(call.checks.get() + 1);
-        let (inner, call) = (self.0.clone(), call.clone());
+        let call = call.clone();
         spawn_local(async move {
             // A scope that cannot be popped belongs to a lost device, which is reported as such.
             let validation = validation.await.ok().and_then(|error| error.into_option());
@@ -314,11 +309,7 @@ impl Page {
                 (None, None) => None,
             };
             if let Some(error) = error {
-                if call.finished.get() {
-                    inner.late.borrow_mut().get_or_insert(error);
-                } else {
-                    call.fail(error);
-                }
+                call.fail(error);
             }
             call.checks.set(call.checks.get() - 1);
             call.wake();
@@ -326,7 +317,7 @@ impl Page {
     }
 
     fn enqueue(&self, work: Work) {
-        let call = self.0.call.borrow().clone();
+        let call = self.current();
         call.jobs.set(call.jobs.get() + 1);
         self.0.queue.borrow_mut().push_back(Job { work, call });
         if !self.0.draining.replace(true) {
@@ -420,7 +411,7 @@ impl Page {
         &self,
         ranges: Vec<(Buffer, Range<u64>)>,
     ) -> impl Future<Output = Result<Vec<ArrayBuffer>>> + use<> {
-        let call = self.0.call.borrow().clone();
+        let call = self.current();
         let page = self.clone();
         // Widened to whole words, which is how a GPU copies.
         let whole: Vec<(Buffer, Range<u64>)> = ranges
@@ -428,7 +419,12 @@ impl Page {
             .map(|(buffer, range)| (buffer.clone(), range.start / 4 * 4..range.end.next_multiple_of(4)))
             .collect();
         let early = match &self.0.engine {
-            Engine::Gpu(gpu) if self.idle() => Some(gpu.stage(&whole)),
+            Engine::Gpu(gpu) if self.idle() => {
+                let staged = gpu.stage(&whole);
+                // Now, for the page's own scopes: no call may be about to end that would do it.
+                self.check(&call);
+                Some(staged)
+            }
             _ => None,
         };
         async move {
@@ -439,7 +435,6 @@ impl Page {
                 (_, Some(staged)) => staged?,
                 (Engine::Gpu(gpu), None) => {
                     call.submitted().await?;
-                    call.finished.set(false);
                     let staged = gpu.stage(&whole);
                     page.check(&call);
                     staged?
@@ -490,10 +485,8 @@ impl Page {
 
     /// Until everything submitted has run.
     pub(crate) fn finished(&self) -> impl Future<Output = Result<()>> + use<> {
-        let call = self.0.call.borrow().clone();
         let page = self.clone();
         async move {
-            call.submitted().await?;
             while !page.idle() {
                 crate::pause().await;
             }
@@ -504,8 +497,7 @@ impl Page {
                 }
                 crate::pause().await;
             }
-            page.alive()?;
-            page.0.late.borrow_mut().take().map_or(Ok(()), Err)
+            page.alive()
         }
     }
 }

@@ -5,11 +5,13 @@ import { execFileSync } from "node:child_process";
 import { copyFileSync, readFileSync, writeFileSync } from "node:fs";
 import { join } from "node:path";
 import { test } from "node:test";
-import { install, pack, web } from "./packed.mjs";
+import { install, pack, repository, web } from "./packed.mjs";
 
 test("the tarball holds what is needed and nothing else", () => {
   const { files } = pack();
   assert.deepEqual(files.toSorted(), [
+    "LICENSE-APACHE",
+    "LICENSE-MIT",
     "README.md",
     "dist/index.d.ts",
     "dist/index.js",
@@ -17,6 +19,7 @@ test("the tarball holds what is needed and nothing else", () => {
     "dist/wasm/flexattn_bg.wasm",
     "package.json",
   ]);
+  for (const licence of ["LICENSE-APACHE", "LICENSE-MIT"]) assert.deepEqual(readFileSync(join(web, licence)), readFileSync(join(repository, licence)));
 });
 
 test("the module weighs less than its ceiling on the wire", () => {

@@ -80,6 +80,12 @@ impl Program {
         self.run_with(false)
     }
 
+    /// Starts it and looks no further: it may live on, and reads and writes nothing of this program's. One that
+    /// cannot be started is not missed.
+    pub(crate) fn leave(mut self) {
+        self.command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().ok();
+    }
+
     fn run_with(mut self, show: bool) -> Ended {
         if show {
             println!("$ {}", self.text);

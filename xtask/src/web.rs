@@ -11,12 +11,15 @@ use std::hash::{Hash, Hasher};
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 type Outcome = Result<bool, Box<dyn std::error::Error>>;
 
 /// The most that the module may weigh on the wire.
 const MODULE_CEILING: u64 = 500_000;
-/// The same where rustup's standard library is linked, which was built for speed and with the texts of panics.
+/// The same where rustup's standard library for wasm32 is linked: it comes built, for speed and with the texts of panics, which
+/// no flag here takes out again. Only the module that is published has to keep the ceiling above, and it is built with a
+/// standard library made for size; this number tells such a machine of growth, and no machine without that library measures it.
 const MODULE_CEILING_WITH_STD: u64 = 570_000;
 
 /// `cargo xtask web [--install] [--package]`
@@ -67,13 +70,25 @@ pub(crate) fn serve(mut arguments: lexopt::Parser) -> Outcome {
     println!("flexattn demo: {address} (ends with Ctrl-C)");
     let opener = if cfg!(target_os = "macos") { "open" } else { "xdg-open" };
     if on_path(opener).is_some() {
-        Program::new(opener).arg(&address).run_quietly();
+        Program::new(opener).arg(&address).leave();
     }
-    for stream in listener.incoming() {
-        // A browser that goes away in the middle of an answer is no reason to stop.
-        stream.and_then(|stream| answer(stream, Path::new("web/demo/dist"))).ok();
-    }
+    listen(&listener, Path::new("web/demo/dist"));
     Ok(true)
+}
+
+/// How long a connection may say nothing. Browsers open some ahead of need, and leave them open.
+const SILENCE: Duration = Duration::from_secs(10);
+
+/// Answers each connection in a thread of its own, so that one that says nothing holds up nobody.
+fn listen(listener: &TcpListener, folder: &Path) {
+    for stream in listener.incoming() {
+        let folder = folder.to_owned();
+        std::thread::spawn(move || {
+            // A browser that goes away in the middle of an answer is no reason to stop.
+            let timed = stream.and_then(|stream| stream.set_read_timeout(Some(SILENCE)).map(|()| stream));
+            timed.and_then(|stream| answer(stream, &folder)).ok();
+        });
+    }
 }
 
 fn step(program: Program) -> Result<(), String> {
@@ -177,11 +192,15 @@ fn bindgen() -> Result<PathBuf, String> {
     Ok(own)
 }
 
-/// `web/dist`: what is published.
+/// `web/dist` and the licences: what is published.
 fn package() -> Result<(), Box<dyn std::error::Error>> {
     let dist = Path::new("web/dist");
     fs::remove_dir_all(dist).or_else(|error| if dist.exists() { Err(error) } else { Ok(()) })?;
     step(Program::words("node node_modules/typescript/bin/tsc").folder("web"))?;
+    for licence in ["LICENSE-MIT", "LICENSE-APACHE"] {
+        // npm packs nothing from outside the package's folder.
+        fs::copy(licence, Path::new("web").join(licence))?;
+    }
     fs::create_dir_all(dist.join("wasm"))?;
     for file in ["flexattn.js", "flexattn_bg.wasm"] {
         fs::copy(Path::new("web/wasm").join(file), dist.join("wasm").join(file))?;
@@ -256,5 +275,43 @@ fn answer(mut stream: TcpStream, folder: &Path) -> std::io::Result<()> {
             stream.write_all(&body)
         }
         None => stream.write_all(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::listen;
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::time::Duration;
+
+    #[test]
+    fn a_connection_that_says_nothing_holds_up_no_other() {
+        let folder = std::env::temp_dir().join(format!("flexattn-serve-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        std::fs::write(folder.join("index.html"), "a page").unwrap();
+        let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+        let address = listener.local_addr().unwrap();
+        std::thread::spawn({
+            let folder = folder.clone();
+            move || listen(&listener, &folder)
+        });
+        let silent = TcpStream::connect(address).unwrap();
+        let mut half = TcpStream::connect(address).unwrap();
+        half.write_all(b"GET / HT").unwrap();
+        let ask = |path: &str| {
+            let mut stream = TcpStream::connect(address).unwrap();
+            stream.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+            write!(stream, "GET {path} HTTP/1.1\r\n\r\n").unwrap();
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).unwrap();
+            answer
+        };
+        let page = ask("/");
+        assert!(page.starts_with("HTTP/1.1 200 OK\r\nContent-Type: text/html"), "{page}");
+        assert!(page.ends_with("\r\n\r\na page"), "{page}");
+        assert!(ask("/../index.html").starts_with("HTTP/1.1 404"));
+        drop((silent, half));
+        std::fs::remove_dir_all(&folder).unwrap();
     }
 }

@@ -67,6 +67,28 @@ export function checkable({ qLen, kvLen, ...rest }: Sizes): Sizes {
 
 /** How far one element may be off, in parts of the largest: rounding to the dtype, and sums in another order. */
 const BOUND: Readonly<Record<DType, number>> = { f32: 5e-5, f16: 1e-3, bf16: 8e-3 };
+/** How far it may be off where all are small: what sums of f32 leave of values that cancel. */
+const FLOOR = 1e-6;
+
+/** How far off the farthest value is, how far it may be, and how many are not what they should be at all. */
+interface Distance {
+  worst: number;
+  allowed: number;
+  broken: number;
+}
+
+/** Both may hold infinities, in the same places: the lse of a row that keeps nothing is one. */
+function distance(got: ArrayLike<number>, want: Float64Array, bound: number): Distance {
+  let [worst, largest, broken] = [0, 0, got.length === want.length ? 0 : 1];
+  want.forEach((value, at) => {
+    const found = got[at] ?? Number.NaN;
+    if (found === value) return void (largest = Math.max(largest, Number.isFinite(value) ? Math.abs(value) : 0));
+    const difference = Math.abs(found - value);
+    if (!Number.isFinite(difference)) return void broken++;
+    [worst, largest] = [Math.max(worst, difference), Math.max(largest, Math.abs(value))];
+  });
+  return { worst, allowed: bound * largest + FLOOR, broken };
+}
 
 export interface Verdict {
   ok: boolean;
@@ -79,24 +101,18 @@ export async function verify(gpu: Gpu, mods: Mods, sizes: Sizes): Promise<Verdic
   try {
     const [q, k, v] = inputs(sizes);
     const started = performance.now();
-    const { out } = await attention.forward(q, k, v, { to: "host" });
+    const { out, lse } = await attention.forward(q, k, v, { to: "host" });
     const took = performance.now() - started;
-    const got = widened(out.data, out.dtype);
     const want = attention.reference(q, k, v);
-    let worst = 0;
-    let largest = 0;
-    let broken = 0;
-    want.out.forEach((value, at) => {
-      const difference = Math.abs((got[at] ?? Number.NaN) - value);
-      if (Number.isNaN(difference)) broken++;
-      else worst = Math.max(worst, difference);
-      largest = Math.max(largest, Math.abs(value));
-    });
-    const ok = broken === 0 && worst <= BOUND[sizes.dtype] * Math.max(largest, 1);
+    // lse is f32 whatever the dtype is.
+    const parts = [distance(widened(out.data, out.dtype), want.out, BOUND[sizes.dtype]), distance(lse, want.lse, BOUND.f32)];
+    const broken = parts.reduce((sum, part) => sum + part.broken, 0);
+    const worst = Math.max(...parts.map((part) => part.worst));
+    const ok = broken === 0 && parts.every((part) => part.worst <= part.allowed);
     const size = `${sizes.heads} heads, ${sizes.qLen} queries × ${sizes.kvLen} keys, head dim ${sizes.headDim}, ${sizes.dtype}`;
     const text = ok
       ? `Right: the largest difference from the f64 reference is ${worst.toExponential(1)} (${size}; first call ${took.toFixed(0)} ms, compiling included).`
-      : `Wrong: ${broken > 0 ? `${broken} values are not numbers` : `the largest difference is ${worst.toExponential(1)}`} (${size}). Please report this with the address of this page.`;
+      : `Wrong: ${broken > 0 ? `${broken} values are no numbers, or infinite in the wrong place` : `the largest difference is ${worst.toExponential(1)}`} (${size}). Please report this with the address of this page.`;
     return { ok, text };
   } finally {
     attention.free();
@@ -177,7 +193,7 @@ export interface Times {
   length: Sample[];
 }
 
-/** Times against density (windows of several widths, and the page's own mods) and against length. `found` hears of each sample. */
+/** Times against density (windows of several widths, causal and everything, with the page's score) and against length (the page's own mods). `found` hears of each sample. */
 export async function measure(gpu: Gpu, modsAt: (length: number) => Mods, densityOf: (length: number, mask: MaskMod) => number, watch: Watch, found: (times: Times) => void): Promise<Times> {
   const times: Times = { density: [], length: [] };
   watch.progress(0, "finding a length that suits this machine");
