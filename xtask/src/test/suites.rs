@@ -234,8 +234,6 @@ fn conformance(full: bool) -> Outcome {
     all([everything(example("conformance").arg("tests/goldens").args(emulate), full)])
 }
 
-/// Golden cases with their gradients, and results that are the same every time, on the unpacked driver. Most of the time is the
-/// driver's compilation of each case, so a plain run takes one case of three.
 /// An example, built, to run with some arguments on Mesa 26's lavapipe.
 fn on_mesa26(name: &str) -> Result<impl Fn(&str) -> Program, Outcome> {
     let build = Program::words("cargo build --release --quiet --example").arg(name).run();
@@ -246,6 +244,8 @@ fn on_mesa26(name: &str) -> Result<impl Fn(&str) -> Program, Outcome> {
     Ok(move |arguments: &str| Program::new(Driver::Mesa26.runner()).arg(&program).args(arguments.split(' ')))
 }
 
+/// Golden cases with their gradients, and results that are the same every time, on the unpacked driver. Most of the time is the
+/// driver's compilation of each case, so a plain run takes one case of three.
 fn coopmatrix(full: bool) -> Outcome {
     let conformance = match on_mesa26("conformance") {
         Ok(program) => program,
