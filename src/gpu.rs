@@ -330,7 +330,8 @@ impl Gpu {
     }
 
     /// How many pipelines were compiled so far. Changing lengths, strides, scale, offsets, captured
-    /// values or scalars compiles nothing.
+    /// values or scalars compiles nothing, but for the decoding kernels once a call has few queries and
+    /// many keys: one for each power of two up to the rows that they pack.
     pub fn pipelines_built(&self) -> u64 {
         self.wgpu().map_or(0, device::Device::pipelines_built)
     }

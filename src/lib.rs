@@ -37,7 +37,8 @@
 //!   that is kept makes its row NaN where the GPU allows it.
 //! - lse is the natural logarithm of the sum of exponentials of a row's kept scores; max the largest of
 //!   them. Both are f32, as all sums and softmax state are.
-//! - Changing lengths, strides, scale, q_offset, kv_len, captured values or scalars compiles nothing.
+//! - Changing lengths, strides, scale, q_offset, kv_len, captured values or scalars compiles nothing,
+//!   but for the decoding kernels once a call has few queries and many keys.
 //!
 //! # Tiers
 //!
@@ -91,6 +92,11 @@ pub use prebuilt::{Param, Params, Prebuilt};
 pub use runtime::{Binding, Dispatch, Limits, Matrices, Profile, Resident, Runtime, Tier, Usage};
 pub use shape::{AttentionShape, BLOCK, DType, Element, Layout, same_dtype};
 pub use tensor::{DefaultRuntime, Tensor};
+
+/// The Rust examples of the README, which run as the other examples do.
+#[cfg(all(doctest, feature = "wgpu"))]
+#[doc = include_str!("../README.md")]
+struct Readme;
 
 /// The wgpu that this crate is built on, of which [`Gpu::from_wgpu`] takes a device.
 #[cfg(feature = "wgpu")]

@@ -558,7 +558,9 @@ impl Cache {
         ];
         for (expr, captures, scalars) in mods.into_iter().flatten() {
             let mut of = vec![expr.hash(), shape.batch as u128, shape.q_heads as u128];
-            of.extend(captures.iter().flat_map(|capture| capture.shape()).map(|&size| size as u128));
+            let mut hashes = lock(&self.captures);
+            of.extend(captures.iter().map(|capture| hashes.content(capture)));
+            drop(hashes);
             of.extend(scalars.iter().map(|scalar| u128::from(scalar.value().bits())));
             let lengths = [shape.q_len, shape.kv_len].map(|len| len as u128);
             let reads_lengths = [Input::QLen, Input::KvLen].iter().any(|len| expr.inputs().contains(*len));

@@ -313,6 +313,8 @@ impl crate::gpu::Gpu {
 impl Tensor<crate::gpu::Gpu> {
     /// A tensor in a buffer of the program's own, which must belong to the device of `gpu` and have
     /// the usage `STORAGE` (and `COPY_SRC` to be read, `COPY_DST` to be written from the host).
+    /// A buffer of another device is refused by the call that binds it, as long as both devices are of one
+    /// `wgpu::Instance`; wgpu cannot tell buffers of several instances apart.
     /// `offset` and `strides` count elements.
     ///
     /// # Errors

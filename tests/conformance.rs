@@ -247,7 +247,11 @@ mod gpu_tiers {
         let subset: Vec<Golden> = SUBSET.iter().map(|name| Golden::shipped(name).unwrap()).collect();
         println!("{tier}: {} cases in {dtypes:?}; FLEXATTN_FULL=1 runs all, in every type", subset.len());
         agrees(&gpu, &subset, dtypes);
+        agrees(&gpu, &subset[..WITH_BF16], &[DType::BF16]);
     }
+
+    /// As many cases of the subset run in bf16 too.
+    const WITH_BF16: usize = 3;
 
     const FEWER: [DType; 2] = [DType::F32, DType::F16];
 

@@ -222,7 +222,7 @@ fn index_expressions_that_overflow_i32_are_refused_with_the_value() {
 }
 
 #[test]
-fn what_lengths_and_scalars_of_an_earlier_call_allowed_is_looked_at_again() {
+fn what_lengths_scalars_and_values_of_an_earlier_call_allowed_is_looked_at_again() {
     let gpu = Gpu::builder().tier(Tier::Cpu).build().unwrap();
     let run = |attention: &Attention, kv_len: usize| {
         let q = gpu.tensor(&[0.5f32], [1, 1, 1, 1]).unwrap();
@@ -244,6 +244,21 @@ fn what_lengths_and_scalars_of_an_earlier_call_allowed_is_looked_at_again() {
     run(&attention, 4).unwrap();
     let attention = attention.with_scalar(Scalar::i32("shift", 1000).unwrap()).unwrap();
     says(&run(&attention, 4).unwrap_err(), &["table", "1000 to 1003", "0 to 3"]);
+
+    // Which places of a table are read may depend on the values of another.
+    let captures = |at: i32| -> [Capture; 2] {
+        [
+            Capture::f32("table", &[0.5; 4], &[4]).unwrap().into(),
+            Capture::i32("place", &[at; 4], &[4]).unwrap().into(),
+        ]
+    };
+    let placed = ScoreMod::from_wgsl("score + table(place(kv))", &captures(3), &[]).unwrap();
+    let attention = Attention::new().score_mod(placed);
+    run(&attention, 4).unwrap();
+    let [_, outside] = captures(4);
+    let moved = attention.clone().with_capture(outside).unwrap();
+    says(&run(&moved, 4).unwrap_err(), &["table", "4 to 4", "0 to 3"]);
+    run(&attention, 4).unwrap();
 }
 
 #[test]
@@ -483,6 +498,26 @@ fn two_devices_of_one_adapter_do_not_share_tensors() {
     let error = one.refuses(&one.q, &two.k, &two.v);
     assert!(error.is_buffer(), "{error}");
     says(&error, &["another"]);
+}
+
+#[test]
+fn a_buffer_of_another_device_of_the_instance_is_an_error_of_the_call() {
+    let instance = wgpu::Instance::default();
+    let Ok(adapter) = pollster::block_on(instance.request_adapter(&Default::default())) else { return };
+    let open = || {
+        let (device, queue) = pollster::block_on(adapter.request_device(&Default::default())).unwrap();
+        (Gpu::from_wgpu(&adapter, device.clone(), queue).unwrap(), device)
+    };
+    let ((gpu, _own), (_, other)) = (open(), open());
+    let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC;
+    let descriptor = wgpu::BufferDescriptor { label: None, size: 64, usage, mapped_at_creation: false };
+    let foreign = other.create_buffer(&descriptor);
+    let k = Tensor::from_buffer(&gpu, &foreign, DType::F32, 0, [1, 1, 1, 16], [16, 16, 16, 1]).unwrap();
+    let q = gpu.tensor(&[0.5f32; 16], [1, 1, 1, 16]).unwrap();
+    let run = |k: &Tensor<Gpu>| Attention::new().forward(&gpu, &q, k, k).and_then(|output| output.out.read());
+    let error = run(&k).unwrap_err();
+    says(&error, &["evice"]);
+    assert_eq!(run(&q).unwrap(), [0.5; 16]);
 }
 
 #[test]

@@ -217,6 +217,28 @@ fn nothing_is_compiled_when_only_values_and_sizes_change() {
 }
 
 #[test]
+fn decoding_compiles_a_kernel_for_each_power_of_two_of_packed_rows_and_no_more() {
+    let Some(gpu) = gpu() else { return };
+    let attention = Attention::new().mask_mod(causal());
+    let run = |q_len: usize, kv_len: usize| {
+        let q = tensor(&gpu, 1, [1, 1, q_len, 16]);
+        let kv = tensor(&gpu, 2, [1, 1, kv_len, 16]);
+        attention.clone().q_offset((kv_len - q_len) as i32).forward(&gpu, &q, &kv, &kv).unwrap();
+        gpu.pipelines_built()
+    };
+    for q_len in [1, 2, 4, 8, 16, 32] {
+        run(q_len, 1024);
+    }
+    let built = gpu.pipelines_built();
+    for q_len in 1..=32 {
+        for kv_len in [1024, 1500, 2048] {
+            assert_eq!(run(q_len, kv_len), built, "{q_len} queries, {kv_len} keys");
+        }
+    }
+    assert!(built <= 8, "{built} kernels");
+}
+
+#[test]
 fn two_scales_in_one_encoder_give_two_answers() {
     let Some(gpu) = gpu() else { return };
     let (device, queue) = (gpu.device().unwrap(), gpu.queue().unwrap());

@@ -132,6 +132,8 @@ pub(super) struct Cache {
 impl Cache {
     /// Calls after which an entry that none of them used is dropped.
     const KEPT: u64 = 4;
+    /// Hashes that are kept at most.
+    const MOST: usize = 64;
 
     pub(super) fn len(&self) -> usize {
         self.hashes.len() + self.packed.len()
@@ -188,6 +190,10 @@ impl Cache {
             hash.update(&xxh3_128(bytes).to_le_bytes());
         }
         let hash = hash.digest128();
+        // Calls that are refused drop nothing by age.
+        if self.hashes.len() >= Self::MOST {
+            self.hashes.remove(0);
+        }
         self.hashes.push((capture.clone(), hash, self.tick));
         hash
     }
