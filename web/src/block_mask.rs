@@ -193,7 +193,6 @@ impl BlockMask {
     }
 
     /// Whether each pair of a window is kept.
-    #[expect(clippy::too_many_arguments, reason = "numbers cross the border cheaper than objects")]
     pub fn tokens(
         &self,
         batch: usize,

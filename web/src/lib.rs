@@ -5,6 +5,10 @@
 //! `flexattn::Runtime` here drives WebGPU itself. There is no mathematics in this crate.
 #![cfg(target_arch = "wasm32")]
 #![expect(unreachable_pub, reason = "exports are reached from JavaScript")]
+#![expect(
+    clippy::arc_with_non_send_sync,
+    reason = "the core shares block masks by Arc; a page has one thread"
+)]
 
 mod attention;
 mod block_mask;

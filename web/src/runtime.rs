@@ -382,7 +382,7 @@ impl Page {
         let buffer = self.create(label, length.into(), Usage::Tensor)?;
         match &self.0.engine {
             Engine::Cpu(cpu) => cpu.write(buffer.cpu()?, 0, &array.to_vec())?,
-            Engine::Gpu(gpu) if length % 4 == 0 => gpu.write_array(buffer.gpu()?, array)?,
+            Engine::Gpu(gpu) if length.is_multiple_of(4) => gpu.write_array(buffer.gpu()?, array)?,
             Engine::Gpu(gpu) => {
                 let mut bytes = array.to_vec();
                 bytes.resize(bytes.len().next_multiple_of(4), 0);

@@ -14,6 +14,8 @@ pub(crate) enum Need {
     Clang,
     /// The standard library of wasm32-unknown-unknown and a linker for it.
     WasmStd,
+    /// The lints of the toolchain that has it.
+    WasmClippy,
     /// The standard library of aarch64-apple-darwin.
     DarwinStd,
     Node,
@@ -41,6 +43,7 @@ impl Need {
             WasmStd => {
                 rustup_has("wasm32-unknown-unknown") || (debian_std() && on_path("wasm-ld-19").is_some())
             }
+            WasmClippy => rustup_has("wasm32-unknown-unknown") || Path::new(DEBIAN_CLIPPY).is_file(),
             DarwinStd => cfg!(target_os = "macos") || rustup_has("aarch64-apple-darwin") || debian_std(),
             Node => {
                 on_path("npm").is_some() && node_version().is_some_and(|version| is_recent_node(&version))
@@ -72,6 +75,7 @@ impl Need {
             WasmStd => {
                 "wasm32-unknown-unknown (rustup target add, or apt: rustc-web cargo-web rust-web-src lld-19)"
             }
+            WasmClippy => "clippy for wasm32-unknown-unknown (rustup target add, or apt: rust-web-clippy)",
             DarwinStd => "aarch64-apple-darwin (rustup target add, or apt: rustc-web cargo-web rust-web-src)",
             Node => {
                 "npm, and node 20.19, 22.12 or newer (a Mac: brew install node; Debian 12's own is older: --install)"
@@ -91,6 +95,7 @@ impl Need {
             Vulkan => &["mesa-vulkan-drivers", "libvulkan1"],
             Clang => &["clang-19", "g++"],
             WasmStd => &["rustc-web", "cargo-web", "rust-web-src", "lld-19"],
+            WasmClippy => &["rust-web-clippy"],
             DarwinStd => &["rustc-web", "cargo-web", "rust-web-src"],
             // Only to begin with: where this brings an older node, npm brings a newer one.
             Node if on_path("npm").is_none() => &["nodejs", "npm"],
@@ -118,7 +123,7 @@ pub(crate) fn install(needs: &[Need]) {
             WebPackages => install_npm("web"),
             Typos => install_typos(),
             Node => install_node(),
-            Vulkan | Clang | WasmStd | DarwinStd | Chromium | MetalCompiler => {
+            Vulkan | Clang | WasmStd | WasmClippy | DarwinStd | Chromium | MetalCompiler => {
                 Err("still missing".to_owned())
             }
         };
@@ -261,6 +266,9 @@ pub(crate) fn debian_std() -> bool {
             .is_ok_and(|mut folders| folders.any(|folder| folder.is_ok_and(source)))
 }
 
+/// What `cargo clippy` of Debian's cargo comes to: found by its path, it takes the compiler beside it, not rustup's.
+const DEBIAN_CLIPPY: &str = "/usr/bin/cargo-clippy";
+
 /// Cargo for a target that this machine does not run, in a target folder of its own: `cargo_for("wasm32-unknown-unknown",
 /// "check")` and so on. The toolchain of rustup where it has the target, else Debian's.
 pub(crate) fn cargo_for(target: &str, command: &str) -> Program {
@@ -273,8 +281,9 @@ pub(crate) fn cargo_with_profile(target: &str, command: &str, profile: &str) -> 
     let program = if rustup_has(target) {
         Program::words("cargo").arg(command)
     } else {
-        Program::words("/usr/bin/cargo")
+        Program::words(if command == "clippy" { DEBIAN_CLIPPY } else { "/usr/bin/cargo" })
             .arg(command)
+            .env("CARGO", "/usr/bin/cargo")
             .args(["-Z", "build-std=std,panic_abort"])
             .env("RUSTC", "/usr/bin/rustc")
             .env("RUSTC_BOOTSTRAP", "1")

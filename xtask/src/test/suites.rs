@@ -112,6 +112,13 @@ pub(super) const SUITES: &[Suite] = &[
         run: |_| wasm(),
     },
     Suite {
+        name: "clippy-web",
+        what: "lints of the page's half of the npm package, which is there on wasm32 only",
+        needs: &[WasmStd, WasmClippy],
+        apart: false,
+        run: |_| clippy_web(),
+    },
+    Suite {
         name: "web",
         what: "the npm package in node and in a page",
         needs: &[WasmStd, Node, Chromium, WebPackages, Mesa25],
@@ -326,6 +333,11 @@ fn metal_compiler() -> Outcome {
 
 fn wasm() -> Outcome {
     all([cargo_for("wasm32-unknown-unknown", "check").args(["--package", "flexattn", "--lib"])])
+}
+
+fn clippy_web() -> Outcome {
+    let clippy = cargo_for("wasm32-unknown-unknown", "clippy");
+    all([clippy.args(["--package", "flexattn-web", "--", "-D", "warnings"])])
 }
 
 fn web(full: bool) -> Outcome {
