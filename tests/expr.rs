@@ -1,5 +1,6 @@
 //! The expression language: typed views, values, ranges, simplification, derivatives, kernel text, executed.
 
+mod closures;
 mod derivative;
 mod differences;
 mod executed;
