@@ -39,8 +39,8 @@
 //! infinity. `min`, `max` and `clamp` of a NaN give either operand. The reference evaluates in f64.
 //!
 //! **Captured tensors** are indexed with one i32 per dimension. Each index is clamped to its dimension,
-//! always. A call whose index lies outside for EVERY point is refused by [`Expr::check`]. f16 and bf16 tensors
-//! are read as f32.
+//! always. A call whose index lies outside for EVERY point is refused by [`Expr::check`], as is a tensor indexed by
+//! `h` or `b` alone that has several values but fewer than heads or batch entries. f16 and bf16 tensors are read as f32.
 //!
 //! **Size**: an expression of more than [`MAX_NODES`] distinct operations after unrolling is refused.
 //!

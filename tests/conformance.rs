@@ -219,8 +219,10 @@ fn block_lists_agree_with_every_golden() {
 #[cfg(feature = "wgpu")]
 mod gpu_tiers {
     use super::{SUBSET, agrees, goldens};
-    use flexattn::{DType, Gpu, Tier};
+    use crate::watched::Watched;
+    use flexattn::{DType, Gpu, Profile, Tier};
     use flexattn_testing::Golden;
+    use std::rc::Rc;
 
     /// Whether a tier that is not here may not be passed over. Only wgpu's Metal backend gives these reasons,
     /// and there the Metal tier must work, but on a GPU that is too old for it.
@@ -252,6 +254,20 @@ mod gpu_tiers {
 
     /// As many cases of the subset run in bf16 too.
     const WITH_BF16: usize = 3;
+
+    /// Tiles for hardware, and f16 read as such where the adapter can: a software adapter has others of its own.
+    #[test]
+    fn kernels_for_hardware_agree_with_the_goldens_on_whatever_adapter_is_here() {
+        for gpu in crate::tiers::here(&[Tier::Portable, Tier::Subgroup]) {
+            let mut on = Watched::over(gpu);
+            on.profile = Rc::new(Profile { software: false, ..(*on.profile).clone() });
+            let some =
+                ["builtins_grad", "decode_q1_offset", "ev_gt_e_16_40", "gqa3_causal", "sink", "t5_buckets"];
+            let goldens: Vec<Golden> = some.iter().map(|name| Golden::shipped(name).unwrap()).collect();
+            println!("{}, f16 {}", on.profile.tier, on.profile.f16);
+            agrees(&on, &goldens, &FEWER);
+        }
+    }
 
     const FEWER: [DType; 2] = [DType::F32, DType::F16];
 

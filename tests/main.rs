@@ -20,3 +20,5 @@ mod metal;
 mod metal_gradients;
 #[cfg(feature = "wgpu")]
 mod tiers;
+#[cfg(feature = "wgpu")]
+mod watched;

@@ -15,7 +15,7 @@ use super::value::Type;
 use super::{Expr, MAX_NODES};
 use crate::error::{Error, ParseError, Result};
 
-/// Functions that every text may call: name, parameters and result as WGSL declares them, and whether it is i32.
+/// Functions that every text may call: name, and parameters, result and body as WGSL declares them.
 const FUNCTIONS: &[(&str, &str)] = &[
     ("floor_div", "(a: i32, b: i32) -> i32 { return a; }"),
     ("floor_mod", "(a: i32, b: i32) -> i32 { return a; }"),

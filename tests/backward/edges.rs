@@ -10,8 +10,9 @@ use flexattn::{
 use flexattn_testing::problem::{Inputs, Numbers, Sizes};
 
 use super::case::Case;
-use super::wanted::{Watched, saved};
+use super::wanted::saved;
 use super::{tiers, upload};
+use crate::watched::Watched;
 
 fn sizes(
     [batch, q_heads, kv_heads]: [usize; 3],

@@ -1,76 +1,14 @@
 //! What a backward call computes, creates and records.
 
-use std::cell::RefCell;
-use std::ops::Range;
 use std::rc::Rc;
 
 use flexattn::plan::Plan;
-use flexattn::{
-    Attention, Capture, Cpu, Dispatch, Gpu, Profile, Runtime, Saved, ScoreMod, Tensor, Tier, Usage, Wanted,
-    masks,
-};
+use flexattn::{Attention, Capture, Gpu, Saved, ScoreMod, Tensor, Tier, Wanted, masks};
 use flexattn_testing::problem::Sizes;
 
 use super::case::Case;
 use super::tiers;
-
-/// A runtime, with another profile if wanted, taking note of the buffers that are created.
-#[derive(Clone)]
-pub(super) struct Watched<R: Runtime = Cpu> {
-    runtime: R,
-    pub(super) profile: Rc<Profile>,
-    created: Rc<RefCell<Vec<(String, u64)>>>,
-}
-
-impl<R: Runtime> Watched<R> {
-    pub(super) fn over(runtime: R) -> Self {
-        Self { profile: Rc::new(runtime.profile().clone()), runtime, created: Rc::default() }
-    }
-}
-
-impl Watched {
-    fn new() -> Self {
-        Self::over(Cpu::new())
-    }
-
-    /// Plans for another tier; such plans cannot be run.
-    pub(super) fn as_tier(tier: Tier) -> Self {
-        Self { profile: Rc::new(Profile::floor(tier)), ..Self::new() }
-    }
-}
-
-impl<R: Runtime> Runtime for Watched<R> {
-    type Buffer = R::Buffer;
-
-    fn profile(&self) -> &Profile {
-        &self.profile
-    }
-
-    fn create(&self, label: &str, bytes: u64, usage: Usage) -> flexattn::Result<Self::Buffer> {
-        self.created.borrow_mut().push((label.to_owned(), bytes));
-        self.runtime.create(label, bytes, usage)
-    }
-
-    fn size(&self, buffer: &Self::Buffer) -> u64 {
-        self.runtime.size(buffer)
-    }
-
-    fn write(&self, buffer: &Self::Buffer, offset: u64, bytes: &[u8]) -> flexattn::Result<()> {
-        self.runtime.write(buffer, offset, bytes)
-    }
-
-    fn run(&self, dispatches: &[Dispatch<Self::Buffer>]) -> flexattn::Result<()> {
-        self.runtime.run(dispatches)
-    }
-
-    fn read(
-        &self,
-        buffer: &Self::Buffer,
-        range: Range<u64>,
-    ) -> impl Future<Output = flexattn::Result<Vec<u8>>> {
-        self.runtime.read(buffer, range)
-    }
-}
+use crate::watched::Watched;
 
 /// The same tensor as q, k, v and dout.
 pub(super) fn saved(on: &Watched, attention: &Attention, len: usize) -> (Saved<Watched>, Tensor<Watched>) {
@@ -166,7 +104,7 @@ fn dk_alone_and_dv_alone_take_the_memory_of_one() {
 #[test]
 fn nothing_of_the_size_of_the_scores_is_kept() {
     for tier in [Tier::Portable, Tier::Subgroup, Tier::Cpu] {
-        let on = Watched { profile: Rc::new(Profile::floor(tier)), ..Watched::new() };
+        let on = Watched::as_tier(tier);
         let attention = Attention::new().mask_mod(masks::causal());
         let len = 4096;
         let (saved, dout) = saved(&on, &attention, len);
