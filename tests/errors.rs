@@ -516,7 +516,7 @@ fn a_buffer_of_another_device_of_the_instance_is_an_error_of_the_call() {
     let q = gpu.tensor(&[0.5f32; 16], [1, 1, 1, 16]).unwrap();
     let run = |k: &Tensor<Gpu>| Attention::new().forward(&gpu, &q, k, k).and_then(|output| output.out.read());
     let error = run(&k).unwrap_err();
-    says(&error, &["evice"]);
+    says(&error, &["forward-f32", "Buffer", "doesn't match Device"]);
     assert_eq!(run(&q).unwrap(), [0.5; 16]);
 }
 
